@@ -1,0 +1,1 @@
+"""The torch backend: plain torch operations on any device; Triton kernels on CUDA."""

@@ -1,0 +1,1 @@
+"""The product surface of KVarN: the command line and, later, the server."""
