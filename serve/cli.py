@@ -1,0 +1,157 @@
+"""The command line: options and their checks. What a command does stands in its own file."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvarn import __version__
+from kvarn.errors import KvarnError, UsageError
+from kvarn.serve.loading import ModelOptions, progress_bar, say
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Group(click.Group):
+    """Turns our own errors into one line on standard error and their exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvarnError as error:
+            say(f"error: {error}")
+            ctx.exit(error.exit_code)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvarn")
+def main() -> None:
+    """Serve language models with a KV cache a quarter to a fifth of the usual size."""
+
+
+def _model_options(command: F) -> F:
+    for option in reversed(
+        [
+            click.option("--backend", default="auto", show_default=True, help="auto, mlx or triton (torch)."),
+            click.option(
+                "--kv-cache-dtype",
+                default="kvarn",
+                show_default=True,
+                metavar="NAME",
+                help="kvarn (= kvarn_k4v2_g128), kvarn_k<bits>v<bits>_g<tile>, or exact.",
+            ),
+            click.option("-c", "--ctx-size", type=int, help="Context in tokens; default: the model's, if it fits."),
+            click.option(
+                "--prefill-chunk",
+                type=click.IntRange(min=1),
+                default=512,
+                show_default=True,
+                help="Prompt tokens per step.",
+            ),
+            click.option("--dtype", default="auto", show_default=True, help="auto, float32, float16 or bfloat16."),
+            click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
+            click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def _model(model: str, options: dict[str, Any]) -> ModelOptions:
+    return ModelOptions(model=model, **options)
+
+
+@main.command()
+@click.argument("model")
+@click.argument("prompt", required=False)
+@click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, instead of the argument.")
+@click.option("-f", "--file", "file", type=click.Path(path_type=Path), help="Read the prompt from a file.")
+@click.option("-s", "--system", help="The system prompt.")
+@click.option("--raw", is_flag=True, help="Use the prompt as it is, without the model's chat template.")
+@click.option("-n", "--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("--temp", type=float, default=0.0, show_default=True, help="Temperature; 0 is greedy.")
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--top-k", type=int, default=0, show_default=True, help="0 means all tokens.")
+@click.option("--min-p", type=float, default=0.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@_model_options
+def run(
+    model: str,
+    prompt: str | None,
+    prompt_option: str | None,
+    file: Path | None,
+    system: str | None,
+    raw: bool,
+    max_tokens: int,
+    temp: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    seed: int,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Answer one prompt with MODEL: `demo`, a model folder, or a hub id.
+
+    The prompt comes from the argument, -p, -f or standard input. The answer alone goes to standard output.
+    """
+    from kvarn.sampling import SamplingParams
+    from kvarn.serve.run import RunOptions
+    from kvarn.serve.run import run as run_model
+
+    sampling = SamplingParams(temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    text = _one_prompt(prompt, prompt_option, file)
+    asked = RunOptions(prompt=text, system=system, raw=raw, max_tokens=max_tokens, sampling=sampling, as_json=as_json)
+    run_model(_model(model, options), asked)
+
+
+def _one_prompt(argument: str | None, option: str | None, file: Path | None) -> str:
+    """The prompt from its one source; UsageError when there are several or none."""
+    given = [x for x in (argument, option, file) if x is not None]
+    if len(given) > 1:
+        raise UsageError("the prompt is given more than once; use one of the argument, -p and -f")
+    if not given:
+        if sys.stdin.isatty():
+            raise UsageError("no prompt; give it as an argument, with -p, with -f FILE, or on standard input")
+        text = sys.stdin.read()
+    elif isinstance(given[0], Path):
+        try:
+            text = given[0].read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"the prompt file {given[0]} cannot be read: {error}") from error
+    else:
+        text = given[0]
+    if not text:
+        raise UsageError("the prompt is empty; give at least one character")
+    return text
+
+
+@main.command()
+@click.argument("model")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--against", metavar="NAME", help="Also compare with this cache dtype: exact, or a preset.")
+@click.option("-n", "--max-tokens", type=click.IntRange(min=2), help="Use only the first tokens of the file.")
+@_model_options
+def ppl(model: str, file: Path, against: str | None, max_tokens: int | None, as_json: bool, **options: Any) -> None:
+    """Perplexity of FILE under MODEL, in windows of --ctx-size tokens (default: 2048, or the model's context).
+
+    With --against, also the KL divergence per token from the other cache's predictions.
+    """
+    from kvarn.serve.ppl import ppl as run_ppl
+
+    run_ppl(_model(model, options), file, against=against, max_tokens=max_tokens, as_json=as_json)
+
+
+@main.command()
+@click.argument("model")
+def pull(model: str) -> None:
+    """Bring MODEL (`demo` or a hub id) to this machine and print its folder."""
+    from kvarn.serve.models import resolve
+
+    click.echo(resolve(model, progress=progress_bar()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""`kvarn run`: one prompt, one answer. The answer goes to standard output, everything else to standard error."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from kvarn.engine import Engine
+from kvarn.request import RequestParams
+from kvarn.sampling import SamplingParams
+from kvarn.serve.loading import Loaded, ModelOptions, load, say, size, start_engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What to ask, and how to print the answer."""
+
+    prompt: str
+    system: str | None
+    raw: bool
+    max_tokens: int
+    sampling: SamplingParams
+    as_json: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer and its times in seconds."""
+
+    text: str
+    finish_reason: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+    prompt_seconds: float
+    decode_seconds: float
+
+
+def run(model: ModelOptions, options: RunOptions) -> None:
+    """Load, answer, report."""
+    loaded = load(model)
+    prompt = encode_prompt(loaded, options)
+    engine, _ = start_engine(loaded, model)
+    answer = generate(loaded, engine, prompt, options)
+    report = _report(loaded, engine, answer)
+    if options.as_json:
+        click.echo(json.dumps(report, ensure_ascii=False))
+    kv, timing = report["kv"], report["timing"]
+    say(
+        f"prompt {answer.num_prompt_tokens} tokens at {timing['prompt_tokens_per_s']:.1f}/s, "
+        f"answer {answer.num_completion_tokens} tokens at {timing['decode_tokens_per_s']:.1f}/s "
+        f"({answer.finish_reason}); peak memory {size(report['memory']['peak_bytes'])}; "
+        f"KV held {size(kv['bytes_held'])} (the same tokens exact: {size(kv['bytes_exact'])})"
+    )
+
+
+def encode_prompt(loaded: Loaded, options: RunOptions) -> list[int]:
+    """The prompt's token ids, in the model's chat template unless there is none or `raw` is set."""
+    if options.raw or not loaded.tokenizer.has_chat_template:
+        if options.system is not None:
+            say("--system is not used: " + ("--raw was given" if options.raw else "the model has no chat template"))
+        return loaded.tokenizer.encode(options.prompt)
+    messages = [{"role": "user", "content": options.prompt}]
+    if options.system is not None:
+        messages.insert(0, {"role": "system", "content": options.system})
+    return loaded.tokenizer.encode_chat(messages)
+
+
+def generate(loaded: Loaded, engine: Engine, prompt: list[int], options: RunOptions) -> Answer:
+    """Run one request; its text streams to standard output unless JSON was asked for."""
+    eos = set(loaded.backend.info.eos_token_ids)
+    if not eos and loaded.tokenizer.eos_token_id is not None:
+        eos = {loaded.tokenizer.eos_token_id}
+    params = RequestParams(
+        prompt=tuple(prompt),
+        max_tokens=options.max_tokens,
+        sampling=options.sampling,
+        stop_token_ids=frozenset(eos),
+    )
+    stream = loaded.tokenizer.stream()
+    start = time.perf_counter()
+    first = last = start
+    completion, finish_reason, cached = 0, "length", 0
+    for event in engine.stream(params):
+        last = time.perf_counter()
+        if event.token is None and event.finish_reason is None:
+            _prefill_progress(event.request.num_computed_tokens, len(prompt))
+            continue
+        cached = event.request.num_cached_tokens
+        if completion == 0:
+            first = last
+        if event.token is not None:
+            completion += 1
+            _print(stream.add(event.token), options)
+        finish_reason = event.finish_reason or finish_reason
+    _print(stream.finish(), options)
+    if not options.as_json:
+        click.echo()
+    return Answer(
+        text=stream.text,
+        finish_reason=finish_reason,
+        num_prompt_tokens=len(prompt),
+        num_cached_tokens=cached,
+        num_completion_tokens=completion,
+        prompt_seconds=first - start,
+        decode_seconds=last - first,
+    )
+
+
+def _print(text: str, options: RunOptions) -> None:
+    if text and not options.as_json:
+        click.echo(text, nl=False)
+        sys.stdout.flush()
+
+
+def _prefill_progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        click.echo(f"\rkvarn: reading {done} of {total} tokens\x1b[K\r", nl=False, err=True)
+
+
+def _report(loaded: Loaded, engine: Engine, answer: Answer) -> Mapping[str, Any]:
+    info = loaded.backend.info
+    # The last generated token was never run, so it has no keys and values.
+    tokens = answer.num_prompt_tokens + max(answer.num_completion_tokens - (answer.finish_reason != "stop"), 0)
+    decoded = answer.num_completion_tokens - 1 + (answer.finish_reason == "stop")
+    return {
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "usage": {
+            "prompt_tokens": answer.num_prompt_tokens,
+            "cached_tokens": answer.num_cached_tokens,
+            "completion_tokens": answer.num_completion_tokens,
+        },
+        "timing": {
+            "load_s": loaded.load_seconds,
+            "prompt_s": answer.prompt_seconds,
+            "decode_s": answer.decode_seconds,
+            "prompt_tokens_per_s": _rate(answer.num_prompt_tokens, answer.prompt_seconds),
+            "decode_tokens_per_s": _rate(decoded, answer.decode_seconds),
+        },
+        "kv": {
+            "dtype": info.plan.name,
+            "bytes_held": engine.peak_bytes_held,
+            "bytes_exact": tokens * info.exact_bytes_per_token,
+            "bytes_allocated": engine.memory.blocks + engine.memory.slots,
+            "layers_sealed": len(info.plan.sealed),
+            "layers": len(info.plan.layers),
+        },
+        "memory": {"weight_bytes": info.weight_bytes, "peak_bytes": loaded.backend.peak_bytes()},
+        "backend": loaded.backend_name,
+        "device": info.device,
+    }
+
+
+def _rate(count: int, seconds: float) -> float:
+    return max(count, 0) / seconds if seconds > 0 else 0.0
