@@ -20,7 +20,7 @@ BIT_WIDTHS = (2, 3, 4, 5, 6, 8)
 DEFAULT_PRESET = "kvarn_k4v2_g128"
 FLAG_KEYS_ROTATED = 1
 
-_PRESET = re.compile(r"kvarn_k(\d+)v(\d+)_g(\d+)")
+_PRESET = re.compile(r"kvarn_k(\d)v(\d)_g(\d{2,3})", re.ASCII)
 
 
 class SealStatus(IntEnum):

@@ -16,7 +16,14 @@ Kind = Literal["sealed", "exact", "refused"]
 
 _ALIBI = {"bloom", "mpt", "jais"}
 _RECURRENT_TYPES = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "ssm", "hybrid", "linear_ssm"}
-_RECURRENT_MODELS = {"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma", "jamba", "bamba", "zamba"}
+_RECURRENT_MODELS = {
+    *("bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "nemotron_h", "recurrent_gemma", "rwkv", "xlstm"),
+    *("zamba", "zamba2"),
+}
+# What files written before transformers 5 leave out: every how many layers one reads everything, and which families
+# ignore their sliding_window unless use_sliding_window says otherwise.
+_PATTERNS = {"cohere2": 4, "gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
+_WINDOW_OFF = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +93,20 @@ def plan_model(config: Mapping[str, Any], preset: Preset | None) -> ModelPlan:
     text = config.get("text_config") or config
     if config.get("is_encoder_decoder"):
         raise UnsupportedModelError("encoder-decoder models are not supported; use a decoder-only model")
+    _refuse_whole_model(text)
     num_layers = _int(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    num_heads = _int(text, "num_attention_heads", "n_head", "n_heads")
+    num_heads = _int(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
     hidden = _int(text, "hidden_size", "n_embd", "d_model")
     kv_heads = _optional_int(text, "num_key_value_heads", "num_kv_heads", "n_head_kv")
     if kv_heads is None:
         kv_heads = 1 if text.get("multi_query") else num_heads
     head_dim = _optional_int(text, "head_dim") or hidden // num_heads
     max_context = _optional_int(text, "max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx") or 2048
-    _refuse_whole_model(text)
+    if kv_heads < 1 or num_heads % kv_heads:
+        raise UnsupportedModelError(f"config.json has {num_heads} heads over {kv_heads} kv heads, which does not divide")
+    types = text.get("layer_types")
+    if types is not None and (not isinstance(types, list | tuple) or len(types) < num_layers):
+        raise UnsupportedModelError(f"config.json has no layer type for each of its {num_layers} layers")
 
     layers = []
     for index in range(num_layers):
@@ -154,8 +166,8 @@ def _refuse_whole_model(text: Mapping[str, Any]) -> None:
         )
     if text.get("num_kv_shared_layers"):
         raise UnsupportedModelError(f"{model_type} shares keys and values between layers, which is not supported")
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    for part in (rope, *[v for v in rope.values() if isinstance(v, Mapping)]):
+    ropes = [x for name in ("rope_scaling", "rope_parameters") if isinstance(x := text.get(name), Mapping)]
+    for part in [*ropes, *(x for rope in ropes for x in rope.values() if isinstance(x, Mapping))]:
         rope_type = part.get("rope_type", part.get("type"))
         if rope_type in ("dynamic", "longrope", "su"):
             raise UnsupportedModelError(
@@ -194,9 +206,10 @@ def _layer_kind(
 
 def _implied_type(text: Mapping[str, Any], index: int) -> str:
     """The layer type where config.json has no `layer_types` (files written before transformers 5)."""
-    if not text.get("sliding_window") or text.get("use_sliding_window") is False:
+    family = str(text.get("model_type", ""))
+    if not text.get("sliding_window") or not text.get("use_sliding_window", family not in _WINDOW_OFF):
         return "full_attention"
-    pattern = _optional_int(text, "sliding_window_pattern")
+    pattern = _optional_int(text, "sliding_window_pattern") or _PATTERNS.get(family)
     if pattern:
         return "full_attention" if (index + 1) % pattern == 0 else "sliding_attention"
     if text.get("use_sliding_window") and index < (_optional_int(text, "max_window_layers") or 0):
@@ -207,7 +220,7 @@ def _implied_type(text: Mapping[str, Any], index: int) -> str:
 def _optional_int(text: Mapping[str, Any], *names: str) -> int | None:
     for name in names:
         value = text.get(name)
-        if isinstance(value, int):
+        if isinstance(value, int) and not isinstance(value, bool):
             return value
     return None
 

@@ -1,6 +1,7 @@
 """Tile bytes <-> field arrays: views and bit streams, no arithmetic on values."""
 
 from dataclasses import dataclass, fields
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,14 +34,16 @@ def pack_codes(codes: Bytes, bits: int) -> Words:
     Element c starts at bit c*bits, low bits first. `n * bits` must be a multiple of 32.
     """
     ones = (codes[..., None] >> np.arange(bits, dtype=np.uint8)) & np.uint8(1)
-    stream = np.packbits(ones.reshape(*codes.shape[:-1], -1), axis=-1, bitorder="little")
+    row = codes.shape[-1] * bits
+    stream = np.packbits(ones.reshape(*codes.shape[:-1], row), axis=-1, bitorder="little")
     return stream.view("<u4")
 
 
 def unpack_codes(words: Words, bits: int) -> Bytes:
     """The inverse of `pack_codes`: words `uint32 [..., n*bits/32]` -> codes `uint8 [..., n]`."""
     stream = np.ascontiguousarray(words).view(np.uint8)
-    ones = np.unpackbits(stream, axis=-1, bitorder="little").reshape(*words.shape[:-1], -1, bits)
+    count = words.shape[-1] * 32 // bits
+    ones = np.unpackbits(stream, axis=-1, bitorder="little").reshape(*words.shape[:-1], count, bits)
     return np.packbits(ones, axis=-1, bitorder="little")[..., 0]
 
 
@@ -54,7 +57,7 @@ def join(parts: TileFields, fmt: TileFormat) -> Bytes:
             raise FormatError(
                 f"{field.name} is {array.dtype} {list(array.shape)}, expected {spec.dtype} {list(spec.shape)}"
             )
-        streams.append(np.ascontiguousarray(array).reshape(*lead, -1).view(np.uint8))
+        streams.append(np.ascontiguousarray(array).reshape(*lead, prod(spec.shape)).view(np.uint8))
     return np.concatenate(streams, axis=-1)
 
 
