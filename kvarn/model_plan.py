@@ -17,8 +17,8 @@ Kind = Literal["sealed", "exact", "refused"]
 _ALIBI = {"bloom", "mpt", "jais"}
 _RECURRENT_TYPES = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "ssm", "hybrid", "linear_ssm"}
 _RECURRENT_MODELS = {
-    *("bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "nemotron_h", "recurrent_gemma", "rwkv", "xlstm"),
-    *("zamba", "zamba2"),
+    *("bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "nemotron_h", "recurrent_gemma"),
+    *("rwkv", "xlstm", "zamba", "zamba2"),
 }
 # What files written before transformers 5 leave out: every how many layers one reads everything, and which families
 # ignore their sliding_window unless use_sliding_window says otherwise.
@@ -103,7 +103,9 @@ def plan_model(config: Mapping[str, Any], preset: Preset | None) -> ModelPlan:
     head_dim = _optional_int(text, "head_dim") or hidden // num_heads
     max_context = _optional_int(text, "max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx") or 2048
     if kv_heads < 1 or num_heads % kv_heads:
-        raise UnsupportedModelError(f"config.json has {num_heads} heads over {kv_heads} kv heads, which does not divide")
+        raise UnsupportedModelError(f"config.json has {num_heads} heads for {kv_heads} kv heads, not a multiple")
+    if head_dim < 1 or max_context < 1:
+        raise UnsupportedModelError(f"config.json has a head_dim of {head_dim} and a context of {max_context} tokens")
     types = text.get("layer_types")
     if types is not None and (not isinstance(types, list | tuple) or len(types) < num_layers):
         raise UnsupportedModelError(f"config.json has no layer type for each of its {num_layers} layers")
@@ -186,7 +188,7 @@ def _layer_kind(
         return "refused", f"{layer_type} keeps a recurrent state, which is not supported", None
     if layer_type == "sliding_attention":
         window = _optional_int(text, "sliding_window", "attention_window_size")
-        if window is None:
+        if window is None or window < 1:
             return "refused", "a sliding-attention layer without a sliding_window", None
         if window < max_context:
             return "exact", f"sliding window of {window} tokens", window

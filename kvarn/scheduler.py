@@ -1,74 +1,254 @@
-"""Waiting and running requests -> StepPlan, and StepResult -> events: admission, chunked prefill, decode.
+"""Waiting and running requests -> StepPlan, and StepResult -> events: admission, chunked prefill, decode, preemption.
 
-Deterministic: the same arrivals give the same plans.
+Deterministic: the same arrivals give the same plans. Every step runs one token of each request that is answering, and
+gives what is left of the token budget to prompts, first come, first served; so a long prompt holds the answers up by
+one chunk at most. A request that finds no room preempts the youngest one, which waits again and is computed again, as
+far as its tiles were evicted meanwhile.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvarn.block_pool import BlockPool
-from kvarn.errors import ContextOverflowError, SealError
+from kvarn.errors import CapacityError, ContextOverflowError, KvarnError, SealError
+from kvarn.keys import ROOT, Key, block_key
+from kvarn.prefix_cache import PrefixCache
 from kvarn.request import Event, FinishReason, Request, RequestParams
-from kvarn.step import Span, StepPlan, StepResult
-from kvarn.visibility import completed_tiles
+from kvarn.step import Span, SpanOutput, StepPlan, StepResult
+from kvarn.stopping import StopStrings
+from kvarn.visibility import completed_tiles, num_sealed
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of the schedule. `sealed` is false under `exact`, where every tile keeps a slot."""
+    """Limits of the schedule. `sealed` is false under `exact`, where every tile keeps a slot.
+
+    context: the most tokens of one sequence. prefill_chunk: prompt tokens of one request in a step. token_budget:
+    tokens of all requests in a step. max_sequences: requests that run at once.
+    """
 
     tile_tokens: int
     sealed: bool
     context: int
     prefill_chunk: int
+    token_budget: int
+    max_sequences: int
+    root: Key = ROOT
+
+    def __post_init__(self) -> None:
+        assert self.token_budget >= self.max_sequences, "every running request needs a token of the budget"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A step, and the request of each of its spans."""
+
+    step: StepPlan
+    requests: tuple[Request, ...]
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """What happened since the start."""
+
+    preemptions: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+
+
+@dataclass(kw_only=True)
 class Scheduler:
     """Owns the block tables: which request holds which blocks and slots."""
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockPool, slots: BlockPool) -> None:
-        self.config = config
-        self.blocks = blocks
-        self.slots = slots
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self._next_id = 0
+    config: SchedulerConfig
+    blocks: BlockPool
+    slots: BlockPool
+    waiting: deque[Request] = field(default_factory=deque)
+    running: list[Request] = field(default_factory=list)  # in the order of arrival
+    copies: list[tuple[int, int]] = field(default_factory=list)  # slot -> slot, to be done before the next step
+    waits_for: str | None = None  # why the first waiting request was not admitted
+    counters: Counters = field(default_factory=Counters)
+    _next_group: int = 0
+
+    def __post_init__(self) -> None:
+        self.cache = PrefixCache(self.blocks, self.slots)
 
     def add(self, params: RequestParams) -> Request:
         """Queue a request; ContextOverflowError when its prompt leaves no room for one token of answer."""
         room = self.config.context - (1 if params.max_tokens else 0)
         if len(params.prompt) > room:
             raise ContextOverflowError(num_prompt_tokens=len(params.prompt), context=self.config.context)
-        request = Request(id=self._next_id, params=params, tokens=list(params.prompt))
-        self._next_id += 1
+        request = self._request(self._next_group, params, choice=0)
+        request.to_fork = params.n - 1
+        self._next_group += 1
         self.waiting.append(request)
         return request
+
+    def _request(self, group: int, params: RequestParams, choice: int) -> Request:
+        request = Request(group=group, params=params, tokens=list(params.prompt), choice=choice)
+        if params.text is not None:
+            request.stream = params.text()
+            request.stops = StopStrings(params.stop)
+        return request
+
+    def cancel(self, request: Request) -> bool:
+        """Take a request out, wherever it is; whether it was still there."""
+        if request in self.running:
+            self._end(request)
+            return True
+        if request in self.waiting:
+            self.waiting.remove(request)
+            return True
+        return False
 
     @property
     def has_work(self) -> bool:
         """Whether anything waits or runs."""
         return bool(self.waiting or self.running)
 
-    def plan(self) -> tuple[StepPlan, list[Request]] | None:
-        """The next step and the request of each of its spans; None when there is nothing to do."""
-        while self.waiting:
-            self.running.append(self.waiting.popleft())
-        if not self.running:
+    def plan(self) -> Planned | None:
+        """The next step; None when there is nothing to do."""
+        self._admit()
+        budget = self.config.token_budget - sum(self._answers(request) for request in self.running)
+        spans: list[tuple[Request, int]] = []
+        for request in list(self.running):
+            if request not in self.running:
+                continue  # preempted by an older one
+            answers = self._answers(request)
+            stop = request.num_computed_tokens + 1 if answers else self._chunk_end(request, budget)
+            if stop == request.num_computed_tokens or not self._reserve(request, stop):
+                continue
+            if not answers:
+                budget -= stop - request.num_computed_tokens
+            spans.append((request, stop))
+        if not spans:
+            assert not self.running, "a running request that is alone always finds room"
             return None
-        return StepPlan(spans=tuple(self._span(request) for request in self.running)), list(self.running)
+        step = StepPlan(spans=tuple(self._span(request, stop) for request, stop in spans))
+        return Planned(step=step, requests=tuple(request for request, _ in spans))
 
-    def _span(self, request: Request) -> Span:
-        start = request.num_computed_tokens
-        stop = min(len(request.tokens), start + self.config.prefill_chunk)
+    def _answers(self, request: Request) -> bool:
+        """Whether its next step runs one last token and generates another."""
+        return len(request.tokens) - request.num_computed_tokens == 1 and not request.to_fork
+
+    def _chunk_end(self, request: Request, budget: int) -> int:
+        """Where the next chunk of a prompt ends: on the tile grid, where the budget cuts it short."""
+        start, g = request.num_computed_tokens, self.config.tile_tokens
+        goal = len(request.tokens) - (1 if request.to_fork else 0)
+        stop = min(goal, start + self.config.prefill_chunk)
+        if stop > start + budget:
+            stop = start + max(budget, 0)
+            grid = stop // g * g
+            stop = grid if grid > start else stop
+        return stop
+
+    # Room: admission, reservation, preemption.
+
+    def _admit(self) -> None:
+        """Move waiting requests to running, in order, while there is room for their whole prompts."""
+        self.waits_for = None
+        while self.waiting:
+            request = self.waiting[0]
+            if len(self.running) >= self.config.max_sequences:
+                self.waits_for = f"a place: {len(self.running)} of {self.config.max_sequences} sequences run"
+                return
+            self.waits_for = self._lacks(request) if self.running else None
+            if self.waits_for:
+                return
+            self.waiting.popleft()
+            self._start(request)
+            self.running.append(request)
+            if request.to_fork and request.num_computed_tokens == request.num_prompt_tokens - 1:
+                self._fork(request)
+
+    def _reusable(self, request: Request) -> list[Key]:
+        """The keys of the full tiles that may be reused: at least one token is always computed."""
+        self._extend_keys(request)
+        if request.params.return_logits:
+            return []
+        return request.keys[: (len(request.tokens) - 1) // self.config.tile_tokens]
+
+    def _need(self, request: Request) -> dict[str, int]:
+        """Blocks and slots that a request's tokens take in all."""
+        tokens, g = len(request.tokens), self.config.tile_tokens
+        tiles = -(-tokens // g)
+        if not self.config.sealed:
+            return {"blocks": 0, "slots": tiles}
+        return {"blocks": num_sealed(tokens, g), "slots": min(tiles, 2)}
+
+    def _lacks(self, request: Request) -> str | None:
+        """What a request's tokens need beyond what can be had, beside the tiles that it reuses; None: it fits.
+
+        What running prompts have still to take is promised to them.
+        """
+        reusable = self.cache.peek(self._reusable(request))
+        for what, pool in (("blocks", self.blocks), ("slots", self.slots)):
+            reused = [place.index for place in reusable if place.pool is pool]
+            fresh = self._need(request)[what] - len(reused)
+            promised = sum(max(self._need(r)[what] - len(getattr(r, what)), 0) for r in self.running)
+            free = pool.num_available - sum(pool.references(index) == 0 for index in reused) - promised
+            if fresh > free:
+                return f"{what}: needs {fresh}, {max(free, 0)} are free"
+        return None
+
+    def _start(self, request: Request) -> None:
+        """Take over the tiles that are known already."""
+        matched = self.cache.match(self._reusable(request))
+        request.num_computed_tokens = len(matched) * self.config.tile_tokens
+        if self.config.sealed:
+            request.slots, request.blocks = matched[:1], matched[1:]
+        else:
+            request.slots = matched
+        self.counters.cached_tokens += request.num_computed_tokens
+        if request.num_preemptions == 0 and request.choice == 0:
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+
+    def _reserve(self, request: Request, stop: int) -> bool:
+        """Make room for the tokens up to `stop`, at the cost of younger requests; False when it was preempted."""
         g = self.config.tile_tokens
         last_tile = (stop - 1) // g
-        while len(request.slots) <= (min(last_tile, 1) if self.config.sealed else last_tile):
-            request.slots.append(self.slots.allocate())
-        before = len(request.blocks)
+        slots = (min(last_tile, 1) if self.config.sealed else last_tile) + 1 - len(request.slots)
+        blocks = 0
         if self.config.sealed:
-            request.blocks += [self.blocks.allocate() for _ in completed_tiles(start, stop, g)]
-        whole = stop == len(request.tokens)
-        generates = whole and request.params.max_tokens > 0
+            blocks = len(completed_tiles(0, stop, g)) - len(request.blocks)
+        while slots > self.slots.num_available or blocks > self.blocks.num_available:
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        request.slots += [self.slots.allocate() for _ in range(slots)]
+        request.blocks += [self.blocks.allocate() for _ in range(blocks)]
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        assert len(self.running) > 1, "one sequence of the whole context always fits"
+        self._release(request)
+        self.running.remove(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.counters.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        # The last tile first, so that a chain is evicted from its end.
+        for block in reversed(request.blocks):
+            self.blocks.release(block)
+        for slot in reversed(request.slots):
+            self.slots.release(slot)
+        request.blocks, request.slots = [], []
+
+    def _end(self, request: Request) -> None:
+        self._release(request)
+        self.running.remove(request)
+
+    # Spans out, results in.
+
+    def _span(self, request: Request, stop: int) -> Span:
+        start, g = request.num_computed_tokens, self.config.tile_tokens
+        sealing = len(completed_tiles(start, stop, g)) if self.config.sealed else 0
+        before = len(request.blocks) - sealing
+        generates = stop == len(request.tokens) and request.params.max_tokens > 0
+        row = request.params.sampling.row(request.params.prompt, request.answer, request.choice) if generates else None
         return Span(
             tokens=tuple(request.tokens[start:stop]),
             start=start,
@@ -76,40 +256,132 @@ class Scheduler:
             blocks=tuple(request.blocks[:before]),
             seal_into=tuple(request.blocks[before:]),
             want="all" if request.params.return_logits else "last" if generates else "none",
-            sampling=request.params.sampling.row(request.num_generated_tokens) if generates else None,
+            sampling=row,
         )
 
-    def commit(self, plan: StepPlan, requests: list[Request], result: StepResult) -> list[Event]:
+    def commit(self, planned: Planned, result: StepResult) -> list[Event]:
         """Take in what a step did; a request whose tile could not be sealed ends with that error, alone."""
         events = []
         failures = {failure.span: failure for failure in reversed(result.failures)}
-        for i, (span, request, output) in enumerate(zip(plan.spans, requests, result.outputs, strict=True)):
-            request.num_computed_tokens = span.stop
+        spans = zip(planned.step.spans, planned.requests, result.outputs, strict=True)
+        for i, (span, request, output) in enumerate(spans):
+            if request not in self.running:
+                continue  # cancelled while the step ran
             if i in failures:
                 failure = failures[i]
                 error = SealError(failure.reason, layer=failure.layer, kv_head=failure.kv_head)
-                event = Event(request=request, finish_reason="error", error=error)
-            elif output.token is not None:
-                event = self._generated(request, output.token, output.logprob)
-            else:
-                done = span.stop == len(request.tokens)
-                event = Event(request=request, logits=output.logits, finish_reason="length" if done else None)
-            if event.finish_reason is not None:
+                events.append(self._failed(request, error))
+                continue
+            self.counters.computed_tokens += len(span.tokens)
+            request.num_computed_tokens = span.stop
+            self._publish(request, span.start)
+            events.append(self._event(request, span, output))
+            if events[-1].finish_reason is not None:
                 self._end(request)
-            events.append(event)
+            elif request.to_fork and span.stop == request.num_prompt_tokens - 1:
+                self._fork(request)
         return events
 
-    def _generated(self, request: Request, token: int, logprob: float | None) -> Event:
-        if token in request.params.stop_token_ids:
-            return Event(request=request, finish_reason="stop")
-        request.tokens.append(token)
+    def fail(self, planned: Planned, error: KvarnError) -> list[Event]:
+        """End every request of a step that did not come back."""
+        return [self._failed(request, error) for request in planned.requests if request in self.running]
+
+    def _failed(self, request: Request, error: KvarnError) -> Event:
+        self._end(request)
+        return Event(request=request, finish_reason="error", error=error)
+
+    def _event(self, request: Request, span: Span, output: SpanOutput) -> Event:
+        if output.token is None:
+            done = span.stop == len(request.tokens) and not request.params.max_tokens
+            logits = output.logits
+            if logits is not None:
+                logits = logits[max(request.num_scored_tokens - span.start, 0) :]  # not again after a preemption
+                request.num_scored_tokens = max(request.num_scored_tokens, span.stop)
+            return Event(request=request, logits=logits, finish_reason="length" if done else None)
+        stream, stops = request.stream, request.stops
+        if output.token in request.params.stop_token_ids:
+            rest = stops.add(stream.finish()) + stops.finish() if stream and stops else ""
+            return Event(request=request, text=rest, finish_reason="stop")
+        request.tokens.append(output.token)
         full = request.num_generated_tokens >= request.params.max_tokens or len(request.tokens) >= self.config.context
         reason: FinishReason | None = "length" if full else None
-        return Event(request=request, token=token, logprob=logprob, finish_reason=reason)
+        text = ""
+        if stream and stops:
+            text = stops.add(stream.add(output.token))
+            if full and not stops.found:
+                text += stops.add(stream.finish())
+                text += stops.finish()
+            if stops.found:
+                reason = "stop"
+        return Event(
+            request=request,
+            token=output.token,
+            logprob=output.logprob,
+            top_logprobs=output.top_logprobs,
+            text=text,
+            finish_reason=reason,
+        )
 
-    def _end(self, request: Request) -> None:
-        self.running.remove(request)
-        for block in request.blocks:
-            self.blocks.release(block)
-        for slot in request.slots:
-            self.slots.release(slot)
+    # Sharing.
+
+    def _extend_keys(self, request: Request) -> None:
+        g = self.config.tile_tokens
+        while (len(request.keys) + 1) * g <= len(request.tokens):
+            start = len(request.keys) * g
+            parent = request.keys[-1] if request.keys else self.config.root
+            request.keys.append(block_key(parent, request.tokens[start : start + g]))
+
+    def _publish(self, request: Request, start: int) -> None:
+        """Make the tiles known that were completed since `start`."""
+        g = self.config.tile_tokens
+        self._extend_keys(request)
+        for tile in range(start // g, request.num_computed_tokens // g):
+            key = request.keys[tile]
+            if not self.config.sealed:
+                request.slots[tile] = self.cache.publish(key, self.slots, request.slots[tile])
+            elif tile == 0:
+                request.slots[0] = self.cache.publish(key, self.slots, request.slots[0])
+            else:
+                request.blocks[tile - 1] = self.cache.publish(key, self.blocks, request.blocks[tile - 1])
+
+    def _fork(self, request: Request) -> None:
+        """Split off the further answers of a request whose prompt is computed but for its last token.
+
+        Full tiles are shared, a tile that is still filling is copied. An answer that finds no room waits like any
+        other request and computes what it needs.
+        """
+        g, computed = self.config.tile_tokens, request.num_computed_tokens
+        choices = range(1, request.to_fork + 1)
+        request.to_fork = 0
+        place = self.running.index(request)
+        waiting = []
+        for choice in choices:
+            child = self._request(request.group, request.params, choice)
+            child.num_cached_tokens = request.num_cached_tokens
+            child.times.arrived = request.times.arrived
+            child.keys = list(request.keys[: computed // g])
+            partial = computed % g != 0
+            if len(self.running) >= self.config.max_sequences or partial > self.slots.num_available:
+                waiting.append(child)
+                continue
+            child.num_computed_tokens = computed
+            child.blocks = list(request.blocks)
+            for block in child.blocks:
+                self.blocks.share(block)
+            full = request.slots[: computed // g] if not self.config.sealed else request.slots[: min(computed // g, 1)]
+            for slot in full:
+                self.slots.share(slot)
+            child.slots = list(full)
+            if partial:
+                child.slots.append(self.slots.allocate())
+                self.copies.append((request.slots[len(full)], child.slots[-1]))
+            place += 1
+            self.running.insert(place, child)
+        self.waiting.extendleft(reversed(waiting))
+
+
+def check_room(context: int, pools: tuple[BlockPool, BlockPool], need: tuple[int, int]) -> None:
+    """CapacityError unless one sequence of the whole context fits both pools."""
+    for pool, count, what in zip(pools, need, ("blocks", "slots"), strict=True):
+        if count > pool.size:
+            raise CapacityError(f"a context of {context} tokens needs {count} {what}, the pool has {pool.size}")

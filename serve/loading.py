@@ -13,7 +13,7 @@ import click
 from kvarn import backend as backends
 from kvarn.backend import Backend, LoadOptions
 from kvarn.capacity import Capacity, plan_context
-from kvarn.engine import Engine
+from kvarn.engine import Engine, EngineConfig
 from kvarn.format import Preset
 from kvarn.serve.models import resolve
 from kvarn.serve.tokenizer import Tokenizer
@@ -110,4 +110,4 @@ def start_engine(loaded: Loaded, options: ModelOptions) -> tuple[Engine, Capacit
         f"for {capacity.context} tokens ({capacity.limit}; exact would take {size(capacity.exact_bytes)}), "
         f"{size(capacity.available_bytes)} free: fits"
     )
-    return Engine(backend, context=capacity.context, prefill_chunk=options.prefill_chunk), capacity
+    return Engine(backend, EngineConfig(context=capacity.context, prefill_chunk=options.prefill_chunk)), capacity

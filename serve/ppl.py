@@ -9,7 +9,7 @@ import numpy as np
 
 from kvarn.backend import Backend
 from kvarn.capacity import plan_context
-from kvarn.engine import Engine
+from kvarn.engine import Engine, EngineConfig
 from kvarn.errors import UsageError
 from kvarn.format import Preset
 from kvarn.request import RequestParams
@@ -56,7 +56,7 @@ def score(caches: list[Backend], tokens: list[int], model: ModelOptions) -> Fide
     for cache in caches:
         capacity = plan_context(cache.info, cache.pool_size, available, window)
         say(f"cache {cache.info.plan.name}: {size(capacity.kv_bytes)} for windows of {window} tokens")
-        engines.append(Engine(cache, context=window, prefill_chunk=model.prefill_chunk))
+        engines.append(Engine(cache, EngineConfig(context=window, prefill_chunk=model.prefill_chunk)))
     fidelity = Fidelity()
     for low in range(0, len(tokens) - 1, window):
         part = tokens[low : low + window]

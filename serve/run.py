@@ -80,8 +80,9 @@ def generate(loaded: Loaded, engine: Engine, prompt: list[int], options: RunOpti
         max_tokens=options.max_tokens,
         sampling=options.sampling,
         stop_token_ids=frozenset(eos),
+        text=loaded.tokenizer.stream,
     )
-    stream = loaded.tokenizer.stream()
+    text = ""
     start = time.perf_counter()
     first = last = start
     completion, finish_reason, cached = 0, "length", 0
@@ -95,13 +96,13 @@ def generate(loaded: Loaded, engine: Engine, prompt: list[int], options: RunOpti
             first = last
         if event.token is not None:
             completion += 1
-            _print(stream.add(event.token), options)
+        text += event.text
+        _print(event.text, options)
         finish_reason = event.finish_reason or finish_reason
-    _print(stream.finish(), options)
     if not options.as_json:
         click.echo()
     return Answer(
-        text=stream.text,
+        text=text,
         finish_reason=finish_reason,
         num_prompt_tokens=len(prompt),
         num_cached_tokens=cached,

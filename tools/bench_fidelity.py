@@ -30,7 +30,7 @@ from torch import Tensor
 from kvarn.backend import LoadOptions
 from kvarn.backends.triton.backend import TorchBackend, load
 from kvarn.backends.triton.model import Attention
-from kvarn.engine import Engine
+from kvarn.engine import Engine, EngineConfig
 from kvarn.format import Preset
 from kvarn.request import RequestParams
 from kvarn.serve.fidelity import Fidelity, Floats, log_softmax
@@ -101,7 +101,7 @@ def main(
     runs: list[tuple[str, float, Callable[[list[int]], Floats]]] = []
     for name in presets.split(","):
         preset = Preset.parse(f"kvarn_{name}_g128")
-        engine = Engine(backend.share(preset), context=ctx_size, prefill_chunk=prefill_chunk)
+        engine = Engine(backend.share(preset), EngineConfig(context=ctx_size, prefill_chunk=prefill_chunk))
         bits = preset.with_head_dim(head_dim).bits_per_value
         runs.append((preset.name, bits, partial(engine_logits, engine)))
     for width in (4, 8):
@@ -114,7 +114,7 @@ def main(
 
             runs.append((f"affine {width}-bit g64, {who}", width + 32 / GROUP, forward))
 
-    exact = Engine(backend, context=ctx_size, prefill_chunk=prefill_chunk)
+    exact = Engine(backend, EngineConfig(context=ctx_size, prefill_chunk=prefill_chunk))
     judged = {name: Fidelity() for name, _, _ in runs}
     baseline = Fidelity()
     seconds = dict.fromkeys(judged, 0.0)

@@ -250,15 +250,14 @@ class _Step:
             wanted = {"none": 0, "last": 1, "all": len(span.tokens)}[span.want]
             rows[i] = slice(at, at + wanted)
             at += wanted
-        tokens, logprobs = [], []
+        chosen = {}
         if sampled:
             params = [s for span in self.spans if (s := span.sampling) is not None]
-            chosen = sample(torch.cat([logits[rows[i]] for i in sampled]), params)
-            tokens, logprobs = chosen[0].tolist(), chosen[1].tolist()
+            chosen = dict(zip(sampled, sample(torch.cat([logits[rows[i]] for i in sampled]), params), strict=True))
         for i, span in enumerate(self.spans):
-            if span.sampling is not None:
-                j = sampled.index(i)
-                outputs.append(SpanOutput(token=tokens[j], logprob=logprobs[j]))
+            if i in chosen:
+                one = chosen[i]
+                outputs.append(SpanOutput(token=one.token, logprob=one.logprob, top_logprobs=one.top_logprobs))
             elif span.want == "none":
                 outputs.append(SpanOutput())
             else:

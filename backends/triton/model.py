@@ -1,25 +1,39 @@
 """The one file that touches transformers: load a checkpoint whole, and run it with our attention.
 
 Attention enters through `AttentionInterface` under the name `kvarn`; the step travels through the model as a keyword.
-A start-up self-test runs a few tokens through the model's own attention and through ours, and refuses the model by
-name when a layer did not reach the hook, passed a keyword that we do not honour, or gave other logits.
+A start-up self-test runs a few tokens through the model's own attention and through ours, in one piece and in two,
+reads each layer's window off the model's own mask, and refuses the model by name when a layer did not reach the hook,
+passed a keyword that we do not honour, or gave other logits.
 """
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 from kvarn.backend import LoadOptions
-from kvarn.errors import BackendError, CheckpointError, ModelError, UnsupportedModelError, UsageError
-from kvarn.model_plan import ModelPlan
+from kvarn.checkpoint import check_files, eos_token_ids, first_line
+from kvarn.errors import (
+    BackendError,
+    CapacityError,
+    CheckpointError,
+    KvarnError,
+    ModelError,
+    UnsupportedModelError,
+    UsageError,
+)
+from kvarn.model_plan import Layer, ModelPlan
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -56,6 +70,7 @@ class Attention:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
+    mask_window: int | None  # what the model's own mask shows, in the self-test only: 0 is everything before
     unknown: tuple[str, ...]  # names of keywords that are not honoured
 
 
@@ -66,11 +81,18 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, None]:
     """What transformers calls in place of its own attention: `[1, heads, N, D]` in, `[1, N, H, D]` out."""
-    hook: Hook = keywords.pop("kvarn_hook")
+    hook: Hook | None = keywords.pop("kvarn_hook", None)
+    if hook is None:
+        raise UnsupportedModelError(
+            f"{module.config.model_type} does not hand our step on to its attention, so it cannot use our cache"
+        )
     scale = keywords.pop("scaling", None)
     window, softcap, sinks = (keywords.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
     unknown = [name for name, x in keywords.items() if name not in _NEUTRAL and x is not None and x is not False]
-    if attention_mask is not None:
+    mask_window = None
+    if attention_mask is not None and attention_mask.dtype == torch.int64 and attention_mask.numel() == 1:
+        mask_window = int(attention_mask)
+    elif attention_mask is not None:
         unknown.append("attention_mask")
     if keywords.get("is_causal") is False or keywords.get("position_bias") is not None:
         unknown.append("is_causal=False" if keywords.get("is_causal") is False else "position_bias")
@@ -83,12 +105,37 @@ def _attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        mask_window=mask_window,
         unknown=tuple(unknown),
     )
     return hook(call)[None], None
 
 
-AttentionInterface.register("kvarn", _attention)
+_FAR = 2**20  # a position beyond every window
+
+
+def _probe_mask(mask_function: Callable[..., Tensor], device: Any, **keywords: Any) -> Tensor:
+    """In place of a mask: the window that its rule shows, as one number in the shape of a mask.
+
+    0 where a query sees everything up to itself, -1 where the rule is neither that nor a window.
+    """
+    windows = set()
+    for query in (_FAR, _FAR - 7):
+        keys = torch.arange(query + 2, device=device)
+        try:
+            zero, position = torch.zeros_like(keys[:1]), torch.full_like(keys[:1], query)
+            visible = torch.as_tensor(mask_function(zero, zero, position, keys), device=device).expand(len(keys))
+        except (IndexError, RuntimeError):  # a rule that looks at the tokens
+            return torch.full((1, 1, 1, 1), -1, device=device)
+        window = int(visible.sum())
+        plain = bool(visible[query + 1 - window : query + 1].all())
+        windows.add(-1 if window == 0 or not plain else 0 if window == query + 1 else window)
+    return torch.full((1, 1, 1, 1), windows.pop() if len(windows) == 1 else -1, device=device)
+
+
+AttentionInterface.register("kvarn", _attention)  # without a mask function of the same name models build no mask
+AttentionInterface.register("kvarn_probe", _attention)
+AttentionMaskInterface.register("kvarn_probe", _probe_mask)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,23 +157,37 @@ class LoadedModel:
         def tensor(x: list[int]) -> Tensor:
             return torch.tensor(x, device=self.device)
 
+        rows = rows or [len(tokens) - 1]
         output = self.module(
             input_ids=tensor(tokens)[None],
             position_ids=tensor(positions)[None],
             use_cache=False,
-            logits_to_keep=tensor(rows or [len(tokens) - 1]),
+            logits_to_keep=tensor(rows),
             kvarn_hook=hook,
         )
         logits: Tensor = output.logits[0]
-        return logits
+        return logits if len(logits) == len(rows) else logits[rows]  # some families return every token's logits
 
 
 def read_config(model_dir: Path) -> Any:
-    """The model's configuration as transformers understands it; ModelError when it does not."""
+    """The model's configuration as transformers understands it; ModelError when it does not, or is quantized."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{model_dir} has no config.json; is this the folder of a model?")
     try:
-        return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{model_dir / 'config.json'} cannot be used: {_first_line(error)}") from error
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each family checks its fields in its own way
+        raise ModelError(f"{path} cannot be used: {first_line(error)}") from error
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise UnsupportedModelError(
+            f"the weights in {model_dir} are quantized ({method or 'quantization_config in config.json'}), "
+            "which is not supported; use the model in float16 or bfloat16"
+        )
+    return config
 
 
 def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
@@ -135,9 +196,7 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
     CheckpointError: a tensor that is missing, short, unexpected or of another shape; ModelError: anything else that
     keeps transformers from loading it.
     """
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    _check_files(model_dir)
+    check_files(model_dir)
     config = read_config(model_dir)
     device = _device(options.device)
     dtype = _dtype(options.dtype, config, device)
@@ -152,9 +211,12 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+        module = module.eval().to(device)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(f"the weights of {model_dir.name} do not fit on {device}: {first_line(error)}") from error
+    except Exception as error:  # whatever a family's own code raises
         kind = CheckpointError if isinstance(error, (RuntimeError, SafetensorError)) else ModelError
-        raise kind(f"{model_dir.name} cannot be loaded: {_first_line(error)}") from error
+        raise kind(f"{model_dir.name} cannot be loaded: {first_line(error)}") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         names = sorted(map(str, info.get(what, ())))
         if names:
@@ -163,7 +225,9 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
                 f"the checkpoint in {model_dir} does not fit its config.json: {what.replace('_', ' ')}: {listed}; "
                 "get the model again"
             )
-    module = module.eval().to(device)
+    head = module.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModelError(f"{model_dir.name} has no language-model head; is this a model that writes text?")
     unique = {p.data_ptr(): p.nbytes for p in [*module.parameters(), *module.buffers()]}
     return LoadedModel(
         module=module,
@@ -171,32 +235,9 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
         dtype=dtype,
         device=device,
         weight_bytes=sum(unique.values()),
-        vocab_size=module.get_output_embeddings().weight.shape[0],
-        eos_token_ids=_eos(model_dir, config),
+        vocab_size=head.weight.shape[0],
+        eos_token_ids=eos_token_ids(model_dir, config.to_dict()),
     )
-
-
-def _check_files(model_dir: Path) -> None:
-    """Every shard that the index names is there and as long as its header says."""
-    shards = sorted(model_dir.glob("*.safetensors"))
-    index = model_dir / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            named = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index} is damaged: {_first_line(error)}; get the model again") from error
-        missing = sorted(named - {shard.name for shard in shards})
-        if missing:
-            raise CheckpointError(f"{model_dir} lacks {', '.join(missing[:3])}, which its index names")
-        shards = [shard for shard in shards if shard.name in named]
-    if not shards:
-        raise CheckpointError(f"{model_dir} holds no .safetensors weights; pickled weights are not loaded")
-    for shard in shards:
-        try:
-            with safe_open(shard, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{shard} is damaged: {_first_line(error)}; get the model again") from error
 
 
 def _device(name: str) -> str:
@@ -205,7 +246,7 @@ def _device(name: str) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise BackendError(f"device {name!r} cannot be used: {_first_line(error)}; try --device cpu") from error
+        raise BackendError(f"device {name!r} cannot be used: {first_line(error)}; try --device cpu") from error
     return name
 
 
@@ -219,69 +260,80 @@ def _dtype(name: str, config: Any, device: str) -> torch.dtype:
     return torch.float32 if own not in DTYPES.values() or (own == torch.float16 and device == "cpu") else own
 
 
-def _eos(model_dir: Path, config: Any) -> tuple[int, ...]:
-    ids: Any = None
-    if (model_dir / "generation_config.json").exists():
-        ids = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
-    ids = config.eos_token_id if ids is None else ids
-    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
-
-
 def self_test(model: LoadedModel, plan: ModelPlan, reference_hook: Hook) -> None:
     """Refuse the model unless every layer reaches the hook and a few tokens give the logits of its own attention.
 
-    `reference_hook` answers a call exactly. Raises UnsupportedModelError.
+    They run in one piece and in two, so that a state beside attention, or positions that a family counts by itself,
+    show. `reference_hook` answers a call exactly, from position 0. Raises UnsupportedModelError.
     """
-    name = model.config.get("model_type", "this model")
+    name = str(model.config.get("model_type", "this model"))
     tokens = [i * 7919 % model.vocab_size for i in range(1, 9)]
     seen: dict[int, Attention] = {}
 
     def spy(call: Attention) -> Tensor:
+        past = seen.get(call.layer)
+        if past is not None:
+            call = replace(
+                call,
+                query=torch.cat([past.query, call.query]),
+                key=torch.cat([past.key, call.key]),
+                value=torch.cat([past.value, call.value]),
+            )
         seen[call.layer] = call
-        return reference_hook(call)
+        new = len(call.query) - (0 if past is None else len(past.query))
+        return reference_hook(call)[-new:]
 
-    positions = list(range(len(tokens)))
+    def run(implementation: str, *pieces: range) -> Tensor:
+        seen.clear()
+        model.module.set_attn_implementation(implementation)
+        return torch.cat([model.forward([tokens[i] for i in p], [*p], [*range(len(p))], spy) for p in pieces])
+
+    whole = range(len(tokens))
     try:
-        model.module.set_attn_implementation("eager")
-        want = model.forward(tokens, positions, positions, spy)
-        model.module.set_attn_implementation("kvarn")
-        got = model.forward(tokens, positions, positions, spy)
-    except (RuntimeError, KeyError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        want = run("eager", whole)
+        probed = run("kvarn_probe", whole)
+        calls = dict(seen)
+        got = run("kvarn", whole[:3], whole[3:])
+    except KvarnError:
+        raise
+    except Exception as error:  # whatever a family's own code raises
         raise UnsupportedModelError(
-            f"{name} does not run with attention of our own: {type(error).__name__}: {_first_line(error)}"
+            f"{name} does not run with attention of our own: {type(error).__name__}: {first_line(error)}"
         ) from error
-    missed = [layer.index for layer in plan.layers if layer.index not in seen]
+    missed = [layer.index for layer in plan.layers if layer.index not in calls]
     if missed:
         raise UnsupportedModelError(
             f"{name} answers without reaching our attention in {len(missed)} of {len(plan.layers)} layers"
         )
     for layer in plan.layers:
-        check_call(seen[layer.index], layer.num_kv_heads, layer.head_dim, layer.window, name)
-        call = seen[layer.index]
-        if layer.kind == "sealed" and (call.softcap is not None or call.sinks is not None):
-            raise UnsupportedModelError(
-                f"{name} uses a soft cap or sinks in layer {layer.index} that config.json hides"
-            )
-    distance = float((got.float() - want.float()).norm() / want.float().norm())
-    if not distance < (1e-3 if model.dtype == torch.float32 else 5e-2):
-        raise UnsupportedModelError(f"{name} gives other logits through our attention (relative error {distance:.2g})")
+        check_call(calls[layer.index], layer, plan.max_context, len(tokens), name)
+    limit = 1e-3 if model.dtype == torch.float32 else 5e-2
+    for logits, where in ((probed, "through our attention"), (got, "when its tokens come in two pieces")):
+        distance = float((logits.float() - want.float()).norm() / want.float().norm())
+        if not distance < limit:
+            raise UnsupportedModelError(f"{name} gives other logits {where} (relative error {distance:.2g})")
 
 
-def check_call(call: Attention, num_kv_heads: int, head_dim: int, window: int | None, name: str) -> None:
+def check_call(call: Attention, layer: Layer, max_context: int, num_tokens: int, name: str) -> None:
     """Refuse what a layer asks of attention when it is not what the plan says, by name."""
+    where = f"layer {layer.index} of {name}"
     if call.unknown:
-        raise UnsupportedModelError(f"{name} passes {', '.join(call.unknown)} to attention, which is not honoured here")
+        raise UnsupportedModelError(f"{where} passes {', '.join(call.unknown)} to attention, which is not honoured")
+    if len(call.query) != num_tokens:
+        raise UnsupportedModelError(f"{where} runs attention more than once for a token, which is not supported")
     got = {"key": tuple(call.key.shape[1:]), "value": tuple(call.value.shape[1:])}
-    want = (num_kv_heads, head_dim)
+    want = (layer.num_kv_heads, layer.head_dim)
     for what, shape in got.items():
         if shape != want:
             raise UnsupportedModelError(
-                f"layer {call.layer} of {name} has {what}s of [kv heads, head_dim] {list(shape)}, "
-                f"config.json says {list(want)}"
+                f"{where} has {what}s of [kv heads, head_dim] {list(shape)}, config.json says {list(want)}"
             )
-    if window is not None and call.window not in (None, window):
-        raise UnsupportedModelError(f"layer {call.layer} of {name} has a window of {call.window}, planned {window}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    if layer.kind == "sealed" and (call.softcap is not None or call.sinks is not None):
+        raise UnsupportedModelError(f"{where} uses a soft cap or sinks that config.json hides")
+    if call.mask_window == -1:
+        raise UnsupportedModelError(f"{where} masks attention by a rule that is neither causal nor a window")
+    for window in (call.window, call.mask_window):
+        if window and window < max_context and window != layer.window:
+            raise UnsupportedModelError(f"{where} has a window of {window} tokens, planned was {layer.window}")
+    if layer.window is not None and call.mask_window != layer.window:
+        raise UnsupportedModelError(f"{where} does not mask the window of {layer.window} tokens in its config.json")

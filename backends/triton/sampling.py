@@ -1,6 +1,7 @@
 """Sampling on the device, per row; kvarn.sampling says what the parameters mean and in which order they apply."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,34 +9,78 @@ from torch import Tensor
 from kvarn.step import SamplingRow
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
-    """Choose a token per row of `logits [R, vocab]`: ids `int64 [R]` and their log-probabilities `float32 [R]`.
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """One row's token, its log-probability, and those of the most probable tokens."""
 
-    The log-probability is that of the model's own distribution, before temperature and filters.
-    """
+    token: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...]
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+    """Choose a token per row of `logits [R, vocab]`; one transfer to the host at the end."""
     logits = logits.float()
-    greedy = logits.argmax(-1)
-    tokens = greedy
+    logprobs = logits.log_softmax(-1)
+    judged = _penalized(logits, rows)
+    tokens = judged.argmax(-1)
     if any(row.temperature > 0 for row in rows):
-
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
-
-        temperature = column([row.temperature or 1.0 for row in rows])
-        p, order = (logits.double() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
-        vocab = logits.shape[-1]
-        rank = torch.arange(vocab, device=logits.device)
-        kept = rank < column([row.top_k or vocab for row in rows])
-        head = torch.where(kept, p, 0.0)
-        head = head / head.sum(-1, keepdim=True)
-        kept &= head.cumsum(-1) - head < column([row.top_p for row in rows])
-        kept &= p >= p[:, :1] * column([row.min_p for row in rows])
-        kept[:, 0] = True
-        mass = torch.where(kept, p, 0.0).cumsum(-1)
-        target = column([row.uniform for row in rows]) * mass[:, -1:]
-        chosen = (mass > target).to(torch.uint8).argmax(-1, keepdim=True)
-        sampled = order.gather(-1, chosen)[:, 0]
         random = torch.tensor([row.temperature > 0 for row in rows], device=logits.device)
-        tokens = torch.where(random, sampled, greedy)
-    logprobs = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
-    return tokens, logprobs
+        tokens = torch.where(random, _draw(judged, rows), tokens)
+    chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+    count = max(row.logprobs for row in rows)
+    top = logprobs.topk(min(count, logits.shape[-1])) if count else None
+    values, ids = (top.values.tolist(), top.indices.tolist()) if top else ([[]] * len(rows), [[]] * len(rows))
+    return [
+        Sampled(
+            token=token,
+            logprob=logprob,
+            top_logprobs=tuple(zip(ids[i][: rows[i].logprobs], values[i][: rows[i].logprobs], strict=True)),
+        )
+        for i, (token, logprob) in enumerate(zip(tokens.tolist(), chosen.tolist(), strict=True))
+    ]
+
+
+def _penalized(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Logits after bias and penalties; the rows that ask for none are left as they are."""
+    logits = logits.clone()
+
+    def ids(tokens: Sequence[int]) -> Tensor:
+        return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+
+    def floats(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits.device)
+
+    for logit, row in zip(logits, rows, strict=True):
+        if row.logit_bias:
+            at = ids([token for token, _ in row.logit_bias])
+            logit[at] += floats([bias for _, bias in row.logit_bias])
+        if row.seen:
+            at, r = ids(row.seen), row.repetition_penalty
+            old = logit[at]
+            logit[at] = torch.where(old > 0, old / r, old * r)
+        if row.counts:
+            at = ids([token for token, _ in row.counts])
+            logit[at] -= floats([row.presence_penalty + row.frequency_penalty * n for _, n in row.counts])
+    return logits
+
+
+def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """One token per row by inverse transform over the filtered distribution, in float64."""
+
+    def column(value: Callable[[SamplingRow], float]) -> Tensor:
+        return torch.tensor([value(row) for row in rows], dtype=torch.float64, device=logits.device)[:, None]
+
+    temperature = column(lambda row: row.temperature or 1.0)
+    p, order = (logits.double() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    vocab = logits.shape[-1]
+    kept = torch.arange(vocab, device=logits.device) < column(lambda row: row.top_k or vocab)
+    head = torch.where(kept, p, 0.0)
+    head = head / head.sum(-1, keepdim=True)
+    kept &= head.cumsum(-1) - head < column(lambda row: row.top_p)
+    kept &= p >= p[:, :1] * column(lambda row: row.min_p)
+    kept[:, 0] = True
+    mass = torch.where(kept, p, 0.0).cumsum(-1)
+    target = column(lambda row: row.uniform) * mass[:, -1:]
+    chosen = (mass > target).to(torch.uint8).argmax(-1, keepdim=True)
+    return order.gather(-1, chosen)[:, 0]
