@@ -95,30 +95,48 @@ def plan_model(config: Mapping[str, Any], preset: Preset | None) -> ModelPlan:
         raise UnsupportedModelError("encoder-decoder models are not supported; use a decoder-only model")
     _refuse_whole_model(text)
     num_layers = _int(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    num_heads = _int(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-    hidden = _int(text, "hidden_size", "n_embd", "d_model")
-    kv_heads = _optional_int(text, "num_key_value_heads", "num_kv_heads", "n_head_kv")
-    if kv_heads is None:
-        kv_heads = 1 if text.get("multi_query") else num_heads
-    head_dim = _optional_int(text, "head_dim") or hidden // num_heads
     max_context = _optional_int(text, "max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx") or 2048
-    if kv_heads < 1 or num_heads % kv_heads:
-        raise UnsupportedModelError(f"config.json has {num_heads} heads for {kv_heads} kv heads, not a multiple")
-    if head_dim < 1 or max_context < 1:
-        raise UnsupportedModelError(f"config.json has a head_dim of {head_dim} and a context of {max_context} tokens")
+    if max_context < 1:
+        raise UnsupportedModelError(f"config.json has a context of {max_context} tokens")
     types = text.get("layer_types")
     if types is not None and (not isinstance(types, list | tuple) or len(types) < num_layers):
         raise UnsupportedModelError(f"config.json has no layer type for each of its {num_layers} layers")
 
     layers = []
     for index in range(num_layers):
-        kind, reason, window = _layer_kind(text, index, head_dim, max_context, preset)
+        own = _layer_config(text, index)
+        _, kv_heads, head_dim = _heads(own)
+        kind, reason, window = _layer_kind(own, index, head_dim, max_context, preset)
         layers.append(
             Layer(index=index, kind=kind, reason=reason, num_kv_heads=kv_heads, head_dim=head_dim, window=window)
         )
     return check_plan(
-        ModelPlan(layers=tuple(layers), preset=preset, num_heads=num_heads, max_context=max_context),
+        ModelPlan(layers=tuple(layers), preset=preset, num_heads=_heads(text)[0], max_context=max_context),
     )
+
+
+def _layer_config(text: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """The configuration of one layer: gemma4 and its like override head_dim and kv heads for some."""
+    overrides = text.get("per_layer_config")
+    if not isinstance(overrides, Mapping):
+        return text
+    own = [x for key, x in overrides.items() if str(key).isdecimal() and int(key) == index and isinstance(x, Mapping)]
+    return {**text, **own[0]} if own else text
+
+
+def _heads(text: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Heads, kv heads and head_dim."""
+    num_heads = _int(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+    hidden = _int(text, "hidden_size", "n_embd", "d_model")
+    kv_heads = _optional_int(text, "num_key_value_heads", "num_kv_heads", "n_head_kv")
+    if kv_heads is None:
+        kv_heads = 1 if text.get("multi_query") else num_heads
+    head_dim = _optional_int(text, "head_dim") or hidden // num_heads
+    if kv_heads < 1 or num_heads % kv_heads:
+        raise UnsupportedModelError(f"config.json has {num_heads} heads for {kv_heads} kv heads, not a multiple")
+    if head_dim < 1:
+        raise UnsupportedModelError(f"config.json has a head_dim of {head_dim}")
+    return num_heads, kv_heads, head_dim
 
 
 def check_plan(plan: ModelPlan) -> ModelPlan:
@@ -138,9 +156,9 @@ def check_plan(plan: ModelPlan) -> ModelPlan:
         )
         plan = ModelPlan(layers=layers, preset=plan.preset, num_heads=plan.num_heads, max_context=plan.max_context)
     if plan.preset is not None and not plan.sealed:
+        reasons = ", ".join(dict.fromkeys(layer.reason for layer in plan.layers))
         raise UnsupportedModelError(
-            f"no layer of this model can hold {plan.preset.name} tiles: {plan.layers[0].reason}; "
-            "use --kv-cache-dtype exact"
+            f"no layer of this model can hold {plan.preset.name} tiles: {reasons}; use --kv-cache-dtype exact"
         )
     return plan
 

@@ -159,6 +159,11 @@ def test_a_soft_cap_keeps_layers_exact() -> None:
     assert kinds(plan(EXACT, attn_logit_softcapping=50.0)) == "eeeeee"
 
 
+def test_every_reason_why_nothing_can_be_sealed_is_said_once() -> None:
+    text = refusal(KVARN, attn_logit_softcapping=50.0, layer_types=[SLIDING, FULL] * 3, sliding_window=100)
+    assert ": sliding window of 100 tokens, soft cap of 50.0 on the attention scores; use" in text
+
+
 def test_learned_sinks_keep_layers_exact() -> None:
     types = [SLIDING, FULL] * 3
     text = refusal(KVARN, model_type="gpt_oss", layer_types=[FULL] * 6)
@@ -264,6 +269,17 @@ def test_a_nested_text_config_is_entered() -> None:
         plan_model({"text_config": {**BASE, "model_type": "mamba"}}, KVARN)
 
 
+def test_layers_may_have_head_dims_and_kv_heads_of_their_own() -> None:
+    own = {"05": {"head_dim": 128, "num_key_value_heads": 1}, "2": {"head_dim": 128, "num_key_value_heads": 1}}
+    types = [SLIDING, SLIDING, FULL] * 2
+    made = plan(per_layer_config=own, layer_types=types, sliding_window=100)
+    assert [(x.num_kv_heads, x.head_dim) for x in made.layers] == [(2, 64), (2, 64), (1, 128)] * 2
+    assert kinds(made) == "wwswws"
+    assert kinds(plan(per_layer_config={"5": {"head_dim": 128}})) == "ssssse"
+    assert kinds(plan(per_layer_config={"last": {"head_dim": 128}, "3": None})) == "ssssss"
+    assert "head_dim of -1" in refusal(per_layer_config={"3": {"head_dim": -1}})
+
+
 # --- check_plan
 
 
@@ -310,6 +326,9 @@ scalars = st.none() | st.booleans() | st.integers(-3, 5000) | st.sampled_from(["
 configs = st.fixed_dictionaries(
     {},
     optional={
+        "per_layer_config": st.dictionaries(
+            st.sampled_from(["1", "03", "x"]), st.fixed_dictionaries({"head_dim": scalars})
+        ),
         **dict.fromkeys((*BASE, "head_dim", "sliding_window", "sliding_window_pattern", "multi_query"), scalars),
         "use_sliding_window": st.booleans(),
         "max_window_layers": scalars,
@@ -337,9 +356,7 @@ def test_every_layer_has_a_kind_and_a_reason_or_the_model_is_refused(
     assert [x.index for x in made.layers] == list(range(config["num_hidden_layers"]))
     assert all(x.kind in ("sealed", "exact") and x.reason for x in made.layers)
     assert len(made.sealed) + len(made.exact) == len(made.layers)
-    assert {(x.num_kv_heads, x.head_dim) for x in made.sealed} <= {
-        (made.layers[0].num_kv_heads, made.layers[0].head_dim)
-    }
+    assert len({(x.num_kv_heads, x.head_dim) for x in made.sealed}) <= 1
     assert all(x.window is None for x in made.sealed)
     assert (made.tile_format is None) == (preset is None)
     assert str(len(made.layers)) in made.describe()

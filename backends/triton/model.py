@@ -209,6 +209,7 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # refused below, with their names
             output_loading_info=True,
         )
         module = module.eval().to(device)
@@ -218,7 +219,7 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
         kind = CheckpointError if isinstance(error, (RuntimeError, SafetensorError)) else ModelError
         raise kind(f"{model_dir.name} cannot be loaded: {first_line(error)}") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        names = sorted(map(str, info.get(what, ())))
+        names = sorted(x if isinstance(x, str) else " ".join(map(str, x)) for x in info.get(what, ()))
         if names:
             listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise CheckpointError(
