@@ -73,11 +73,15 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.cache = PrefixCache(self.blocks, self.slots)
 
-    def add(self, params: RequestParams) -> Request:
-        """Queue a request; ContextOverflowError when its prompt leaves no room for one token of answer."""
+    def check(self, params: RequestParams) -> None:
+        """ContextOverflowError when a prompt leaves no room for one token of answer."""
         room = self.config.context - (1 if params.max_tokens else 0)
         if len(params.prompt) > room:
             raise ContextOverflowError(num_prompt_tokens=len(params.prompt), context=self.config.context)
+
+    def add(self, params: RequestParams) -> Request:
+        """Queue a request, once `check` has passed it."""
+        self.check(params)
         request = self._request(self._next_group, params, choice=0)
         request.to_fork = params.n - 1
         self._next_group += 1

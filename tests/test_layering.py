@@ -13,7 +13,8 @@ RECORD_MAY_IMPORT = {"safetensors", "xxhash"}
 LAYERS = [
     {"engine"},
     {"scheduler"},
-    {"prefix_cache", "block_pool", "capacity"},
+    {"prefix_cache", "capacity"},
+    {"block_pool"},
     {"store", "store_disk"},
     {"record", "keys"},
     {"reference"},

@@ -218,7 +218,8 @@ def test_what_is_not_computed_rightly_is_refused_by_name(
 @pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
 def test_a_rope_that_depends_on_the_length_is_refused(where: str, kind: str) -> None:
     for rope in ({"rope_type": kind}, {"type": kind}, {FULL: {"rope_type": kind}, SLIDING: {"rope_type": "default"}}):
-        text = refusal(**{where: rope})
+        changes: dict[str, Any] = {where: rope}
+        text = refusal(**changes)
         assert f"rope type '{kind}' depends on the length of the sequence" in text
         assert "override rope_scaling" in text
 
