@@ -76,6 +76,9 @@ class Record:
         itemsize = 4 if info.dtype == "float32" else 2
         if self.dtype != info.dtype:
             raise RecordError(f"the record's dtype is {self.dtype}, the model's {info.dtype}")
+        for array in (self.tiles, self.flags, *self.exact.values()):
+            if array is not None and array.dtype != np.uint8:
+                raise RecordError(f"the record holds {array.dtype} where bytes are expected")
         layers = plan.layers if sink or fmt is None else plan.exact
         want = {x.index: (2, x.num_kv_heads, plan.tile_tokens, x.head_dim * itemsize) for x in layers}
         got = {index: array.shape for index, array in self.exact.items()}
