@@ -1,13 +1,29 @@
 """Bytes -> blocks, slots and contexts: what a context takes, what fits, and which limit binds."""
 
 from dataclasses import dataclass
+from math import prod
 
 from kvarn.backend import ModelInfo, PoolSize
 from kvarn.errors import CapacityError, UsageError
-from kvarn.model_plan import ModelPlan
+from kvarn.model_plan import Layer, ModelPlan
 from kvarn.visibility import num_sealed
 
 MEMORY_FRACTION = 0.9  # of the available bytes that the pools may take
+
+
+def page_shape(layer: Layer, plan: ModelPlan) -> tuple[int, int, int, int]:
+    """Shape of one exact tile of one layer, keys and values: `[2, Hk, G, D]`."""
+    return (2, layer.num_kv_heads, plan.tile_tokens, layer.head_dim)
+
+
+def pool_size(plan: ModelPlan, itemsize: int) -> PoolSize:
+    """Bytes of one block and of one slot under a plan, for a model dtype of `itemsize` bytes."""
+    pages = {layer.index: prod(page_shape(layer, plan)) * itemsize for layer in plan.layers}
+    fmt = plan.tile_format
+    block = sum(pages[layer.index] for layer in plan.exact) if fmt else 0
+    if fmt:
+        block += len(plan.sealed) * plan.sealed[0].num_kv_heads * (fmt.tile_nbytes + 1)
+    return PoolSize(block_bytes=block, slot_bytes=sum(pages.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,3 +96,53 @@ def longest_context(plan: ModelPlan, size: PoolSize, budget: int) -> int:
         else:
             high = middle - 1
     return low
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Pools for many sequences: their sizes, what they hold, and what set the context.
+
+    `sequences` is how many sequences of the whole context run at once without preemption.
+    """
+
+    context: int
+    limit: str  # "asked for", "the model's context" or "memory"
+    blocks: int
+    slots: int
+    kv_bytes: int
+    tokens: int
+    sequences: int
+
+
+def plan_serving(
+    info: ModelInfo, size: PoolSize, available_bytes: int, *, context: int | None, max_sequences: int
+) -> Serving:
+    """Fill the memory with blocks and slots for up to `max_sequences` sequences.
+
+    Under a preset every sequence gets its sink and its tail, and as many sinks again are kept for reuse; the rest of
+    the memory becomes blocks, as many as the sequences can use twice over. Raises as `plan_context` does.
+    """
+    plan = info.plan
+    one = plan_context(info, size, available_bytes, context)
+    budget = int(available_bytes * MEMORY_FRACTION)
+    need = holding(one.context, plan)
+    if plan.preset is None:
+        blocks, slots = 0, min(budget // size.slot_bytes, 2 * max_sequences * need.slots)
+        tiles = slots
+    else:
+        spare = budget - need.nbytes(size)
+        slots = need.slots + min(3 * max_sequences - need.slots, spare // 2 // size.slot_bytes)
+        slots = max(slots, need.slots)
+        left = budget - slots * size.slot_bytes
+        blocks = min(left // size.block_bytes, max(2 * max_sequences * need.blocks, need.blocks))
+        tiles = blocks + slots
+    per_pool = [pool // count for pool, count in ((blocks, need.blocks), (slots, need.slots)) if count]
+    return Serving(
+        context=one.context,
+        limit=one.limit,
+        blocks=blocks,
+        slots=slots,
+        kv_bytes=blocks * size.block_bytes + slots * size.slot_bytes,
+        tokens=tiles * plan.tile_tokens,
+        sequences=min(*per_pool, max_sequences) if per_pool else max_sequences,
+    )

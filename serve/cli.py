@@ -146,6 +146,38 @@ def ppl(model: str, file: Path, against: str | None, max_tokens: int | None, as_
 
 @main.command()
 @click.argument("model")
+@click.option("--kv-cache-dtype", default="kvarn", show_default=True, metavar="NAME", help="A preset, or exact.")
+@click.option("-c", "--ctx-size", type=int, help="Context in tokens; default: the model's, if it fits.")
+@click.option("--memory", metavar="SIZE", help="Memory to plan for, like 24GiB; default: what is free here.")
+@click.option("--max-num-seqs", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--dtype", default="auto", show_default=True, help="auto, float32, float16 or bfloat16.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def estimate(
+    model: str,
+    kv_cache_dtype: str,
+    ctx_size: int | None,
+    memory: str | None,
+    max_num_seqs: int,
+    dtype: str,
+    as_json: bool,
+) -> None:
+    """What MODEL takes and what fits, with this cache and with an exact one; nothing is loaded."""
+    from kvarn.serve.estimate import estimate as run_estimate
+    from kvarn.serve.estimate import parse_bytes
+
+    run_estimate(
+        model,
+        ModelOptions(model=model, kv_cache_dtype=kv_cache_dtype).preset,
+        memory=None if memory is None else parse_bytes(memory),
+        context=ctx_size,
+        max_sequences=max_num_seqs,
+        dtype=dtype,
+        as_json=as_json,
+    )
+
+
+@main.command()
+@click.argument("model")
 def pull(model: str) -> None:
     """Bring MODEL (`demo` or a hub id) to this machine and print its folder."""
     from kvarn.serve.models import resolve

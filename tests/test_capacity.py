@@ -1,13 +1,15 @@
 """Bytes, contexts, and the limit that binds."""
 
 import pytest
-from fake_backend import FakeBackend
+from fake_backend import FakeBackend, fake_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarn.capacity import MEMORY_FRACTION, holding, longest_context, plan_context
+from kvarn.capacity import MEMORY_FRACTION, holding, longest_context, plan_context, plan_serving, pool_size
+from kvarn.engine import Engine, EngineConfig
 from kvarn.errors import CapacityError, UsageError
 from kvarn.format import Preset
+from kvarn.model_plan import plan_model
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,41 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_a_way_out() -> None:
         plan_context(backend.info, backend.pool_size, 10_000_000, 99_000_000)
     with pytest.raises(UsageError, match=r"--ctx-size 0 .*100000000"):
         plan_context(backend.info, backend.pool_size, 1 << 40, 0)
+
+
+@given(
+    st.integers(1_000, 3_000_000),
+    st.integers(1, 64),
+    st.sampled_from([Preset(), Preset(tile_tokens=64), None]),
+    st.sampled_from([None, 100, 500]),
+)
+def test_pools_for_many_sequences_fit_the_memory_and_hold_at_least_one_whole_context(
+    available: int, sequences: int, preset: Preset | None, context: int | None
+) -> None:
+    backend = FakeBackend(preset, max_context=2000)
+    info, size = backend.info, backend.pool_size
+    try:
+        got = plan_serving(info, size, available, context=context, max_sequences=sequences)
+    except CapacityError:
+        assert holding(context or 1, info.plan).nbytes(size) > available * MEMORY_FRACTION - 1
+        return
+    assert got.kv_bytes == got.blocks * size.block_bytes + got.slots * size.slot_bytes
+    assert got.kv_bytes <= available * MEMORY_FRACTION
+    need = holding(got.context, info.plan)
+    assert 1 <= got.sequences <= sequences
+    assert got.sequences * need.blocks <= got.blocks
+    assert got.sequences * need.slots <= got.slots
+    # An engine takes these pools as they are.
+    Engine(
+        backend,
+        EngineConfig(context=got.context, max_sequences=sequences, blocks=got.blocks, slots=got.slots),
+    )
+
+
+def test_pool_sizes_are_those_of_the_format() -> None:
+    config = fake_config()
+    sealed, exact = plan_model(config, Preset()), plan_model(config, None)
+    assert pool_size(sealed, 2).block_bytes == 2 * 2 * (57 * 128 + 1)
+    assert pool_size(sealed, 2).slot_bytes == 2 * 2 * 2 * 128 * 64 * 2
+    assert pool_size(exact, 4).block_bytes == 0
+    assert pool_size(exact, 4).slot_bytes == 2 * 2 * 2 * 128 * 64 * 4

@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from kvarn.backend import LoadOptions, MemoryReport, ModelInfo, Record
 from kvarn.backends.triton import ops
-from kvarn.backends.triton.model import Attention, LoadedModel, load_model, read_config, self_test
-from kvarn.backends.triton.pool import Pool, pool_size
+from kvarn.backends.triton.model import Attention, LoadedModel, available_bytes, load_model, read_config, self_test
+from kvarn.backends.triton.pool import Pool
 from kvarn.backends.triton.sampling import sample
+from kvarn.capacity import pool_size
 from kvarn.errors import BackendError
 from kvarn.format import Preset, SealStatus
 from kvarn.model_plan import Layer, plan_model
@@ -72,9 +72,7 @@ class TorchBackend:
         return TorchBackend(self.model, preset)
 
     def available_bytes(self) -> int:
-        if self.model.device.startswith("cuda"):
-            return torch.cuda.mem_get_info(self.model.device)[0]
-        return int(psutil.virtual_memory().available)
+        return available_bytes(self.model.device)
 
     def peak_bytes(self) -> int:
         if self.model.device.startswith("cuda"):

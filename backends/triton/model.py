@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -23,7 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from kvarn.backend import LoadOptions
-from kvarn.checkpoint import check_files, eos_token_ids, first_line
+from kvarn.checkpoint import check_files, check_memory, eos_token_ids, first_line
 from kvarn.errors import (
     BackendError,
     CapacityError,
@@ -196,10 +197,11 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
     CheckpointError: a tensor that is missing, short, unexpected or of another shape; ModelError: anything else that
     keeps transformers from loading it.
     """
-    check_files(model_dir)
+    shards = check_files(model_dir)
     config = read_config(model_dir)
     device = _device(options.device)
     dtype = _dtype(options.dtype, config, device)
+    check_memory(shards, dtype.itemsize, available_bytes(device), device)
     try:
         module, info = AutoModelForCausalLM.from_pretrained(
             model_dir,
@@ -239,6 +241,13 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
         vocab_size=head.weight.shape[0],
         eos_token_ids=eos_token_ids(model_dir, config.to_dict()),
     )
+
+
+def available_bytes(device: str) -> int:
+    """Memory that is free on a device."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)
 
 
 def _device(name: str) -> str:

@@ -4,28 +4,13 @@
 layers. A layer that is exact for good has a page per slot and, since its tokens outlive the tail, one per block.
 """
 
-from math import prod
-
 import torch
 from torch import Tensor
 
-from kvarn.backend import MemoryReport, PoolSize
+from kvarn.backend import MemoryReport
+from kvarn.capacity import page_shape, pool_size
 from kvarn.errors import CapacityError
-from kvarn.model_plan import Layer, ModelPlan
-
-
-def pool_size(plan: ModelPlan, itemsize: int) -> PoolSize:
-    """Bytes of one block and of one slot under a plan."""
-    pages = {layer.index: prod(_page(layer, plan)) * itemsize for layer in plan.layers}
-    fmt = plan.tile_format
-    block = sum(pages[layer.index] for layer in plan.exact) if fmt else 0
-    if fmt:
-        block += len(plan.sealed) * plan.sealed[0].num_kv_heads * (fmt.tile_nbytes + 1)
-    return PoolSize(block_bytes=block, slot_bytes=sum(pages.values()))
-
-
-def _page(layer: Layer, plan: ModelPlan) -> tuple[int, int, int, int]:
-    return (2, layer.num_kv_heads, plan.tile_tokens, layer.head_dim)
+from kvarn.model_plan import ModelPlan
 
 
 class Pool:
@@ -42,13 +27,13 @@ class Pool:
                 )
                 self.flags = torch.zeros((len(self.row), num_blocks, heads), dtype=torch.uint8, device=device)
                 self.slots = torch.empty(
-                    (num_slots, len(self.row), *_page(plan.sealed[0], plan)), dtype=dtype, device=device
+                    (num_slots, len(self.row), *page_shape(plan.sealed[0], plan)), dtype=dtype, device=device
                 )
             self.exact_slots = {
-                x.index: torch.empty((num_slots, *_page(x, plan)), dtype=dtype, device=device) for x in plan.exact
+                x.index: torch.empty((num_slots, *page_shape(x, plan)), dtype=dtype, device=device) for x in plan.exact
             }
             self.exact_blocks = {
-                x.index: torch.empty((num_blocks, *_page(x, plan)), dtype=dtype, device=device)
+                x.index: torch.empty((num_blocks, *page_shape(x, plan)), dtype=dtype, device=device)
                 for x in plan.exact
                 if fmt is not None
             }

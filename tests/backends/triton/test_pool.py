@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from kvarn.backends.triton.pool import Pool, pool_size
+from kvarn.backends.triton.pool import Pool
+from kvarn.capacity import pool_size
 from kvarn.errors import CapacityError
 from kvarn.format import Preset
 from kvarn.model_plan import ModelPlan, plan_model
