@@ -61,6 +61,11 @@ class Span:
         """The position after the last token."""
         return self.start + len(self.tokens)
 
+    @property
+    def num_logits(self) -> int:
+        """How many of its tokens give logits: its last ones."""
+        return {"none": 0, "last": 1, "all": len(self.tokens)}[self.want]
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:

@@ -21,7 +21,8 @@ from kvarn.reference import (
 )
 from kvarn.visibility import pieces
 
-TILES_PER_GROUP = 16  # sealed tiles that are read at a time: bounds the scratch memory of attention
+TILES_PER_GROUP = 16  # sealed tiles that prefill reads at a time: bounds the scratch memory of attention
+DECODE_SCRATCH = 1 << 21  # numbers of unpacked codes that decode holds at a time, likewise
 
 
 def tree_sum(x: Tensor) -> Tensor:
@@ -273,11 +274,7 @@ def attend(
         flag = flags[blocks[low:high]].T.long() & FLAG_KEYS_ROTATED  # [Hk, B]
         rows = bases[flag, torch.arange(hk, device=flag.device)[:, None], :, first:]  # [Hk, B, R, n, D]
         rows = rows.flatten(2, 3)
-        k_codes, k_scale, k_zero, k_token = (
-            _field(group, name, fmt) for name in ("k_codes", "k_scale", "k_zero", "k_token")
-        )
-        dots = (rows * k_scale[..., None, :]) @ k_codes.float() + rows @ k_zero[..., None]
-        scores = (dots * k_token[..., None, :]).transpose(1, 2).flatten(2)  # [Hk, R*n, B*G]
+        scores = _folded_scores(rows, group, fmt).transpose(1, 2).flatten(2)  # [Hk, R*n, B*G]
         values = _sealed_values(group, fmt).flatten(1, 2)  # [Hk, B*G, D]
         sealed.add(first, n, scores.reshape(hk, h // hk, n - first, -1), values)
 
@@ -296,6 +293,117 @@ def _scores(rows: Tensor, keys: Tensor) -> Tensor:
 def _rows(output: Tensor) -> Tensor:
     """`[Hk, R, N, D]` -> `[N, H, D]`."""
     return output.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """What the rows of a decode step read in an exact pool, flat: row `int64 [P]`, page id, valid tokens of it."""
+
+    row: Tensor
+    index: Tensor
+    valid: Tensor
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What the rows of a decode step read in a sealed pool, flat: row `int64 [P]` and block id."""
+
+    row: Tensor
+    index: Tensor
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """Attention of rows to parts of what they read: maximum and sum `[P, Hk, R]`, output `[P, Hk, R, D]`, float32."""
+
+    row: Tensor
+    maximum: Tensor
+    total: Tensor
+    output: Tensor
+
+    @classmethod
+    def of(cls, row: Tensor, scores: Tensor, values: Tensor) -> "_Partial":
+        """From scores `[P, Hk, R, T]` and values `[P, Hk, T, D]`."""
+        maximum = scores.amax(-1)
+        p = (scores - maximum[..., None]).exp_()
+        return cls(row, maximum, p.sum(-1), p @ values)
+
+
+def decode(
+    query: Tensor,
+    pool: Tensor,
+    pages: Pages,
+    tiles: Tensor | None,
+    flags: Tensor | None,
+    blocks: Tiles,
+    scale: float,
+    fmt: TileFormat | None,
+) -> Tensor:
+    """Attention of many sequences in one layer, one query each; `attend` for N = 1, without padding.
+
+    query `[B, H, D]`; pool `[S, 2, Hk, G, D]`, this layer's exact pages, and `pages`, the ones that each row reads
+    (sink and own tile, or all of them under `exact`); tiles `uint8 [M, Hk, tile_nbytes]`, flags `uint8 [M, Hk]` and
+    `blocks`, the sealed tiles that each row reads. Every page and tile gives a partial result; a row's are combined
+    by their log-sum-exp. Returns float32 `[B, H, D]`.
+    """
+    b, h, d = query.shape
+    hk, g = pool.shape[2:4]
+    plain = query.float().reshape(b, hk, h // hk, d) * scale
+    step = max(DECODE_SCRATCH // (hk * g * d), 1)
+    exact, sealed = [], []
+    for part in range(0, len(pages.row), step):
+        row, index, valid = (x[part : part + step] for x in (pages.row, pages.index, pages.valid))
+        keys, values = pool[index].float().unbind(1)  # [P, Hk, G, D] each, copies
+        scores = plain[row] @ keys.transpose(-1, -2)
+        # What was never written may hold anything, and 0 * NaN is NaN.
+        hidden = torch.arange(g, device=query.device) >= valid[:, None]
+        scores.masked_fill_(hidden[:, None, None], -torch.inf)
+        exact.append(_Partial.of(row, scores, values.masked_fill_(hidden[:, None, :, None], 0.0)))
+    if len(blocks.row):
+        assert tiles is not None
+        assert flags is not None
+        assert fmt is not None
+        bases = torch.stack([plain, rotate(plain)])  # [2, B, Hk, R, D]
+        heads = torch.arange(hk, device=query.device)
+        for part in range(0, len(blocks.row), step):
+            row, index = blocks.row[part : part + step], blocks.index[part : part + step]
+            group, flag = tiles[index], flags[index].long() & FLAG_KEYS_ROTATED
+            scores = _folded_scores(bases[flag, row[:, None], heads], group, fmt)
+            sealed.append(_Partial.of(row, scores, _sealed_values(group, fmt)))
+    return _combine(plain, exact, sealed).flatten(1, 2)
+
+
+def _folded_scores(rows: Tensor, group: Tensor, fmt: TileFormat) -> Tensor:
+    """Scores of queries `[..., n, D]`, in the basis of each tile's keys, against tiles `uint8 [..., tile_nbytes]`.
+
+    Keys are not unsealed: the query takes on a tile's scales (docs/format.md, Reading without materializing).
+    """
+    k_codes, k_scale, k_zero, k_token = (
+        _field(group, name, fmt) for name in ("k_codes", "k_scale", "k_zero", "k_token")
+    )
+    dots = (rows * k_scale[..., None, :]) @ k_codes.float() + rows @ k_zero[..., None]
+    scores: Tensor = dots * k_token[..., None, :]
+    return scores
+
+
+def _combine(query: Tensor, exact: list[_Partial], sealed: list[_Partial]) -> Tensor:
+    """Merge partial results by row: `[B, Hk, R, D]`; what sealed tiles gave is rotated back, once."""
+    rows = query.shape[:-1]
+    maximum = query.new_full(rows, -torch.inf)
+    for part in (*exact, *sealed):
+        at = part.row[:, None, None].expand_as(part.maximum)
+        maximum.scatter_reduce_(0, at, part.maximum, "amax")
+    total = query.new_zeros(rows)
+    outputs = []
+    for parts in (exact, sealed):
+        output = torch.zeros_like(query)
+        for part in parts:
+            weight = (part.maximum - maximum[part.row]).exp_()
+            total.index_add_(0, part.row, part.total * weight)
+            output.index_add_(0, part.row, part.output * weight[..., None])
+        outputs.append(output)
+    merged = outputs[0] + rotate(outputs[1]) if sealed else outputs[0]
+    return merged / total[..., None]
 
 
 def attend_exact(

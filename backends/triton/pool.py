@@ -50,6 +50,10 @@ class Pool:
             return self.slots[index, self.row[layer]]
         return self.exact_slots[layer][index]
 
+    def pages(self, layer: int) -> Tensor:
+        """All slots of one layer, a view `[S, 2, Hk, G, D]`."""
+        return self.slots[:, self.row[layer]] if layer in self.row else self.exact_slots[layer]
+
     def report(self) -> MemoryReport:
         """The bytes of both pools as the tensors have them."""
         sealed = bool(self.row)

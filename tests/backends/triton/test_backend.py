@@ -639,4 +639,4 @@ def test_the_backend_says_what_it_loaded(llama: TorchBackend) -> None:
     assert info.exact_bytes_per_token == 3 * 2 * 2 * 64 * 4
     assert llama.available_bytes() > 0
     assert llama.peak_bytes() > info.weight_bytes
-    assert set(llama.route()) == {"seal", "unseal", "attend", "attend_exact"}
+    assert set(llama.route()) == {"seal", "unseal", "decode", "attend", "attend_exact"}

@@ -313,6 +313,70 @@ def test_attention_reads_every_pair_of_widths(key_bits: int, value_bits: int) ->
     assert_attends(normal(1, 7, 4, 64), seq, 3 * 64 - 2)
 
 
+def decode_all(queries: Floats, seqs: list[Sequence], dtype: torch.dtype = torch.float32) -> Floats:
+    """ops.decode for the last position of every sequence at once, with NaN in every page where none must look."""
+    fmt, (_, hk, d) = seqs[0].fmt, seqs[0].keys.shape
+    g = fmt.tile_tokens
+    pool = torch.full((2 * len(seqs) + 3, 2, hk, g, d), torch.nan, dtype=dtype)
+    ids = np.random.default_rng(1).permutation(len(pool)).tolist()
+    pages, blocks = [], []
+    at = 0
+    for row, seq in enumerate(seqs):
+        both = torch.from_numpy(np.stack([seq.keys, seq.values])).transpose(1, 2).to(dtype)
+        length = len(seq.keys)
+        for tile_index in sorted({0, (length - 1) // g}):
+            part = both[:, :, tile_index * g : (tile_index + 1) * g]
+            index = ids.pop()
+            pool[index, :, :, : part.shape[2]] = part
+            pages.append((row, index, part.shape[2]))
+        blocks += [(row, at + int(b)) for b in seq.blocks[: num_sealed(length - 1, g)]]
+        at += len(seq.pool_tiles)
+    out = ops.decode(
+        torch.from_numpy(queries).to(dtype),
+        pool,
+        ops.Pages(*(torch.tensor([page[k] for page in pages]) for k in range(3))),
+        torch.cat([seq.pool_tiles for seq in seqs]),
+        torch.cat([seq.pool_flags for seq in seqs]),
+        ops.Tiles(*(torch.tensor([block[k] for block in blocks], dtype=torch.int64) for k in range(2))),
+        d**-0.5,
+        fmt,
+    )
+    assert out.dtype == torch.float32
+    got: Floats = out.numpy()
+    return got
+
+
+@pytest.mark.parametrize(("d", "g"), [(64, 64), (64, 128), (128, 128), (256, 64), (512, 64)])
+@pytest.mark.parametrize("ratio", [1, 3, 7, 8])
+@pytest.mark.parametrize(("key_bits", "value_bits"), [(4, 2), (2, 2), (3, 5)])
+def test_many_sequences_decode_as_the_oracle_says(
+    d: int, g: int, ratio: int, key_bits: int, value_bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "DECODE_SCRATCH", 3 * 2 * g * d)  # groups of three: several, and a partial one
+    fmt, hk = make(d, g, key_bits, value_bits), 2
+    lengths = LENGTHS if d == 64 else (1, g, g + 1, 2 * g, 4 * g + 5)
+    seqs = [sequence(length, fmt, hk, seed) for seed, length in enumerate(lengths)]
+    queries = normal(9, len(seqs), hk * ratio, d)
+    got = decode_all(queries, seqs)
+    assert np.isfinite(got).all(), "garbage was read"
+    for row, seq in enumerate(seqs):
+        start = len(seq.keys) - 1
+        reads = num_sealed(start, g)
+        want = reference.attend(
+            queries[row : row + 1], seq.keys, seq.values, seq.tiles[:reads], seq.flags[:reads], start, d**-0.5, fmt
+        )
+        assert np.abs(got[row] - want[0]).max() / np.abs(want).max() < TOLERANCE, f"row {row} of {len(seq.keys)}"
+
+
+def test_a_row_decodes_the_same_whatever_stands_beside_it() -> None:
+    fmt = make(64)
+    seqs = [sequence(length, fmt, 2, seed) for seed, length in enumerate((500, 3, 257, 900))]
+    queries = normal(9, len(seqs), 6, 64)
+    together = decode_all(queries, seqs)
+    for row, seq in enumerate(seqs):
+        np.testing.assert_allclose(decode_all(queries[row : row + 1], [seq])[0], together[row], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("start", [0, 100, 200, 384])
 def test_bfloat16_queries_and_keys_lose_nothing_more(start: int) -> None:
     """The inputs are rounded to bfloat16; the arithmetic on them is float32, so the tolerance stays."""
