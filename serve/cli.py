@@ -177,6 +177,15 @@ def estimate(
 
 
 @main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def doctor(as_json: bool) -> None:
+    """This machine, the versions, and every operation of every backend against the oracle: PASS or FAIL."""
+    from kvarn.serve.doctor import doctor as run_doctor
+
+    run_doctor(as_json=as_json)
+
+
+@main.command()
 @click.argument("model")
 def pull(model: str) -> None:
     """Bring MODEL (`demo` or a hub id) to this machine and print its folder."""

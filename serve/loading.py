@@ -79,10 +79,15 @@ def progress_bar() -> Callable[[str, int, int], None]:
     return progress
 
 
+def apple_silicon() -> bool:
+    """Whether this is a Mac with Apple's own processor, where MLX is the better backend."""
+    return sys.platform == "darwin" and platform.machine() == "arm64"
+
+
 def load(options: ModelOptions) -> Loaded:
     """Resolve and load; every refusal comes before the weights where it can."""
     preset = options.preset
-    name = backends.choose(options.backend, apple_silicon=sys.platform == "darwin" and platform.machine() == "arm64")
+    name = backends.choose(options.backend, apple_silicon=apple_silicon())
     model_dir = resolve(options.model, progress=progress_bar())
     start = time.perf_counter()
     tokenizer = Tokenizer(model_dir)

@@ -136,14 +136,9 @@ def main(model: str, requests: str, length: int, answer: int, dtype: str, as_jso
     sealed = exact.share(Preset())
     rows: list[dict[str, Any]] = []
     for count in map(int, requests.split(",")):
-        for way in (
-            lambda n: run_engine(sealed, n, length, answer),
-            lambda n: run_engine(exact, n, length, answer),
-            lambda n: run_generate(exact, n, length, answer),
-            lambda n: run_continuous(exact, n, length, answer),
-        ):
+        for way, backend in ((run_engine, sealed), (run_engine, exact), (run_generate, exact), (run_continuous, exact)):
             try:
-                rows.append(way(count))
+                rows.append(way(backend, count, length, answer))
             except Exception as error:  # a way that this build does not run is said, not hidden
                 text = (str(error) or type(error).__name__).splitlines()[0]
                 rows.append({"what": f"continuous batching does not run here: {text}", "requests": count})
