@@ -111,7 +111,7 @@ class Backend(Protocol):
         """Memory of the device that `allocate` may still take."""
 
     def peak_bytes(self) -> int:
-        """The most memory that this process has held, on the device where it counts, else on the host."""
+        """The most memory held so far: as the framework counts it, or the process's where that counts none."""
 
     def allocate(self, num_blocks: int, num_slots: int) -> MemoryReport:
         """Make both pools; CapacityError with both numbers when they do not fit."""
@@ -140,10 +140,15 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How to load a model. dtype and device `auto` are the backend's choice."""
+    """How to load a model. dtype and device `auto` are the backend's choice.
+
+    adapter: the folder of a LoRA adapter (`kvarn.adapter`). rope_scaling: an override (`kvarn.rope_scaling.parse`).
+    """
 
     dtype: str = "auto"
     device: str = "auto"
+    adapter: Path | None = None
+    rope_scaling: Mapping[str, Any] | None = None
 
 
 def available() -> list[str]:

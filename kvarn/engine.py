@@ -1,15 +1,19 @@
-"""The loop: plan, run, commit; nothing else."""
+"""The loop: plan, run, commit; nothing else. What is kept below the memory is the tier's job."""
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from kvarn.backend import Backend
 from kvarn.block_pool import BlockPool
 from kvarn.capacity import holding
 from kvarn.errors import BackendError, KvarnError
 from kvarn.request import Event, Request, RequestParams
-from kvarn.scheduler import Scheduler, SchedulerConfig, check_room
+from kvarn.scheduler import Planned, Scheduler, SchedulerConfig, check_room
+from kvarn.tier import NO_TIER, Tier
+
+WAIT = 0.05  # seconds between two looks at the inbox while everything waits for the tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,12 @@ class Engine:
     """One backend with its pools, and the scheduler that fills them."""
 
     def __init__(
-        self, backend: Backend, config: EngineConfig, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        backend: Backend,
+        config: EngineConfig,
+        *,
+        tier: Tier = NO_TIER,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         plan = backend.info.plan
         one = holding(config.context, plan)
@@ -39,6 +48,7 @@ class Engine:
         self.memory = backend.allocate(blocks.size, slots.size)
         self.peak_bytes_held = 0
         self._clock = clock
+        self._tier = tier
         self.scheduler = Scheduler(
             config=SchedulerConfig(
                 tile_tokens=plan.tile_tokens,
@@ -50,6 +60,7 @@ class Engine:
             ),
             blocks=blocks,
             slots=slots,
+            tier=tier,
         )
 
     def add(self, params: RequestParams) -> Request:
@@ -69,6 +80,8 @@ class Engine:
         """
         planned = self.scheduler.plan()
         if planned is None:
+            if self.scheduler.restores:
+                self._tier.wait(WAIT)
             return []
         now = self._clock()
         for request in planned.requests:
@@ -86,8 +99,19 @@ class Engine:
             for source, target in self.scheduler.copies:
                 self.backend.copy_exact(source, target)
             self.scheduler.copies.clear()
+            self._measure(planned, self._clock() - now)
         self._stamp(events)
         return events
+
+    def _measure(self, planned: Planned, seconds: float) -> None:
+        """Tell the tier how fast prompts are computed, from steps that did little else."""
+        tokens = sum(len(span.tokens) for span in planned.step.spans)
+        if tokens >= self.scheduler.config.tile_tokens:
+            self._tier.prefilled(tokens, seconds)
+
+    def close(self) -> None:
+        """Let the tier finish what it writes."""
+        self._tier.close()
 
     def _stamp(self, events: list[Event]) -> None:
         now = self._clock()
@@ -112,3 +136,20 @@ class Engine:
         """Bytes of the blocks and slots that requests hold now; what is only kept for reuse is not counted."""
         size = self.backend.pool_size
         return self.scheduler.blocks.num_held * size.block_bytes + self.scheduler.slots.num_held * size.slot_bytes
+
+    def cache_report(self) -> dict[str, Any]:
+        """What the prefix cache holds in memory and below it, and what it saved, in tokens."""
+        scheduler, counters = self.scheduler, self.scheduler.counters
+        return {
+            "memory": {
+                "tiles": len(scheduler.cache),
+                "bytes_held": self.bytes_held,
+                "bytes_allocated": self.memory.blocks + self.memory.slots,
+            },
+            "tokens": {
+                "from_memory": counters.cached_tokens,
+                "from_disk": counters.restored_tokens,
+                "computed": counters.computed_tokens,
+            },
+            "disk": self._tier.report(),
+        }

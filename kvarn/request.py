@@ -11,6 +11,7 @@ from kvarn.errors import KvarnError, UsageError
 from kvarn.keys import Key
 from kvarn.sampling import SamplingParams
 from kvarn.stopping import StopStrings
+from kvarn.tier import Fetch
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 
@@ -32,7 +33,8 @@ class RequestParams:
     prompt: token ids, at least one. max_tokens: the most tokens to generate; 0 only computes the prompt.
     n: how many answers to the same prompt. stop_token_ids end an answer and are not part of it; so do the strings of
     `stop`, which need `text`, the maker of a text stream. return_logits: every step returns the logits of the prompt
-    tokens that it ran, for scoring; then max_tokens is 0.
+    tokens that it ran, for scoring; then max_tokens is 0. tenant: whose prefix cache this is; nothing is shared
+    between tenants.
     """
 
     prompt: tuple[int, ...]
@@ -43,6 +45,7 @@ class RequestParams:
     stop: tuple[str, ...] = ()
     text: Callable[[], TextStream] | None = None
     return_logits: bool = False
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -86,6 +89,7 @@ class Request:
     slots: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)  # of the full tiles of `tokens`
+    fetch: Fetch | None = None  # tiles on their way from the tier below
     stream: TextStream | None = None
     stops: StopStrings | None = None
     times: Times = field(default_factory=Times)

@@ -3,7 +3,8 @@
 Deterministic: the same arrivals give the same plans. Every step runs one token of each request that is answering, and
 gives what is left of the token budget to prompts, first come, first served; so a long prompt holds the answers up by
 one chunk at most. A request that finds no room preempts the youngest one, which waits again and is computed again, as
-far as its tiles were evicted meanwhile.
+far as its tiles were evicted meanwhile. Tiles that a tier below the memory holds are taken over as they arrive, while
+the other requests go on.
 """
 
 from collections import deque
@@ -11,11 +12,12 @@ from dataclasses import dataclass, field
 
 from kvarn.block_pool import BlockPool
 from kvarn.errors import CapacityError, ContextOverflowError, KvarnError, SealError
-from kvarn.keys import ROOT, Key, block_key
+from kvarn.keys import Key, block_key
 from kvarn.prefix_cache import PrefixCache
 from kvarn.request import Event, FinishReason, Request, RequestParams
 from kvarn.step import Span, SpanOutput, StepPlan, StepResult
 from kvarn.stopping import StopStrings
+from kvarn.tier import NO_TIER, Computed, Tier
 from kvarn.visibility import completed_tiles, num_sealed
 
 
@@ -33,7 +35,6 @@ class SchedulerConfig:
     prefill_chunk: int
     token_budget: int
     max_sequences: int
-    root: Key = ROOT
 
     def __post_init__(self) -> None:
         assert self.token_budget >= self.max_sequences, "every running request needs a token of the budget"
@@ -52,7 +53,8 @@ class Counters:
     """What happened since the start."""
 
     preemptions: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # found in memory
+    restored_tokens: int = 0  # taken over from the tier below
     computed_tokens: int = 0
 
 
@@ -63,6 +65,7 @@ class Scheduler:
     config: SchedulerConfig
     blocks: BlockPool
     slots: BlockPool
+    tier: Tier = NO_TIER
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)  # in the order of arrival
     copies: list[tuple[int, int]] = field(default_factory=list)  # slot -> slot, to be done before the next step
@@ -85,6 +88,7 @@ class Scheduler:
         request = self._request(self._next_group, params, choice=0)
         request.to_fork = params.n - 1
         self._next_group += 1
+        self._fetch(request, len(self.cache.peek(self._reusable(request))))
         self.waiting.append(request)
         return request
 
@@ -102,6 +106,7 @@ class Scheduler:
             return True
         if request in self.waiting:
             self.waiting.remove(request)
+            self._stop_fetch(request)
             return True
         return False
 
@@ -110,14 +115,22 @@ class Scheduler:
         """Whether anything waits or runs."""
         return bool(self.waiting or self.running)
 
+    @property
+    def restores(self) -> bool:
+        """Whether a running request waits for tiles from the tier below."""
+        return any(request.fetch is not None for request in self.running)
+
     def plan(self) -> Planned | None:
-        """The next step; None when there is nothing to do."""
+        """The next step; None when there is nothing to do, or nothing before more tiles arrive (`restores`)."""
         self._admit()
+        for request in list(self.running):
+            if request.fetch is not None:
+                self._take_over(request)
         budget = self.config.token_budget - sum(self._answers(request) for request in self.running)
         spans: list[tuple[Request, int]] = []
         for request in list(self.running):
-            if request not in self.running:
-                continue  # preempted by an older one
+            if request not in self.running or request.fetch is not None:
+                continue  # preempted by an older one, or not complete yet
             answers = self._answers(request)
             stop = request.num_computed_tokens + 1 if answers else self._chunk_end(request, budget)
             if stop == request.num_computed_tokens or not self._reserve(request, stop):
@@ -126,14 +139,15 @@ class Scheduler:
                 budget -= stop - request.num_computed_tokens
             spans.append((request, stop))
         if not spans:
-            assert not self.running, "a running request that is alone always finds room"
+            assert self.restores or not self.running, "a running request that is alone always finds room"
             return None
         step = StepPlan(spans=tuple(self._span(request, stop) for request, stop in spans))
         return Planned(step=step, requests=tuple(request for request, _ in spans))
 
     def _answers(self, request: Request) -> bool:
         """Whether its next step runs one last token and generates another."""
-        return len(request.tokens) - request.num_computed_tokens == 1 and not request.to_fork
+        last = len(request.tokens) - request.num_computed_tokens == 1
+        return last and not request.to_fork and request.fetch is None
 
     def _chunk_end(self, request: Request, budget: int) -> int:
         """Where the next chunk of a prompt ends: on the tile grid, where the budget cuts it short."""
@@ -160,10 +174,8 @@ class Scheduler:
             if self.waits_for:
                 return
             self.waiting.popleft()
-            self._start(request)
             self.running.append(request)
-            if request.to_fork and request.num_computed_tokens == request.num_prompt_tokens - 1:
-                self._fork(request)
+            self._start(request)
 
     def _reusable(self, request: Request) -> list[Key]:
         """The keys of the full tiles that may be reused: at least one token is always computed."""
@@ -204,8 +216,60 @@ class Scheduler:
         else:
             request.slots = matched
         self.counters.cached_tokens += request.num_computed_tokens
+        if request.fetch is None or request.fetch.first > len(matched):
+            self._stop_fetch(request)  # tiles that it counted on were evicted meanwhile
+            self._fetch(request, len(matched))
+        if request.fetch is None:
+            self._started(request)
+
+    def _started(self, request: Request) -> None:
+        """Everything that can be reused is there."""
         if request.num_preemptions == 0 and request.choice == 0:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if request.to_fork and request.num_computed_tokens == request.num_prompt_tokens - 1:
+            self._fork(request)
+
+    # The tier below.
+
+    def _fetch(self, request: Request, first: int) -> None:
+        """Ask the tier for the tiles from `first` on."""
+        root = self.tier.root(request.params.tenant)
+        request.fetch = self.tier.fetch(root, self._reusable(request), first)
+
+    def _stop_fetch(self, request: Request) -> None:
+        if request.fetch is not None:
+            request.fetch.cancel()
+            request.fetch = None
+
+    def _take_over(self, request: Request) -> None:
+        """Take over the tiles that have arrived; a tile that is missing, or finds no room, ends it."""
+        fetch, g = request.fetch, self.config.tile_tokens
+        assert fetch is not None
+        done = fetch.done  # before looking: what arrives later is seen the next time
+        for tile, record in fetch.take():
+            if tile < request.num_computed_tokens // g:
+                continue
+            key = request.keys[tile]
+            known = self.cache.match([key])
+            if known:
+                index = known[0]
+            else:
+                pool = self.slots if tile == 0 or not self.config.sealed else self.blocks
+                if not pool.num_available:
+                    done = True
+                    break
+                index = pool.allocate()
+                if not self.tier.adopt(record, index, sink=pool is self.slots):
+                    pool.release(index)
+                    done = True
+                    break
+                self.cache.publish(key, pool, index)
+                self.counters.restored_tokens += g
+            (request.slots if tile == 0 or not self.config.sealed else request.blocks).append(index)
+            request.num_computed_tokens += g
+        if done:
+            self._stop_fetch(request)
+            self._started(request)
 
     def _reserve(self, request: Request, stop: int) -> bool:
         """Make room for the tokens up to `stop`, at the cost of younger requests; False when it was preempted."""
@@ -227,6 +291,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         assert len(self.running) > 1, "one sequence of the whole context always fits"
         self._release(request)
+        self._stop_fetch(request)
         self.running.remove(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -243,6 +308,7 @@ class Scheduler:
 
     def _end(self, request: Request) -> None:
         self._release(request)
+        self._stop_fetch(request)
         self.running.remove(request)
 
     # Spans out, results in.
@@ -332,21 +398,23 @@ class Scheduler:
         g = self.config.tile_tokens
         while (len(request.keys) + 1) * g <= len(request.tokens):
             start = len(request.keys) * g
-            parent = request.keys[-1] if request.keys else self.config.root
+            parent = request.keys[-1] if request.keys else self.tier.root(request.params.tenant)
             request.keys.append(block_key(parent, request.tokens[start : start + g]))
 
     def _publish(self, request: Request, start: int) -> None:
         """Make the tiles known that were completed since `start`."""
         g = self.config.tile_tokens
         self._extend_keys(request)
+        root = self.tier.root(request.params.tenant)
         for tile in range(start // g, request.num_computed_tokens // g):
-            key = request.keys[tile]
-            if not self.config.sealed:
-                request.slots[tile] = self.cache.publish(key, self.slots, request.slots[tile])
-            elif tile == 0:
-                request.slots[0] = self.cache.publish(key, self.slots, request.slots[0])
-            else:
-                request.blocks[tile - 1] = self.cache.publish(key, self.blocks, request.blocks[tile - 1])
+            key, exact = request.keys[tile], tile == 0 or not self.config.sealed
+            pool, held, at = (self.slots, request.slots, tile) if exact else (self.blocks, request.blocks, tile - 1)
+            own = held[at]
+            held[at] = self.cache.publish(key, pool, own)
+            if held[at] == own:
+                parent = request.keys[tile - 1] if tile else root
+                tokens = tuple(request.tokens[tile * g : (tile + 1) * g])
+                self.tier.computed(Computed(key=key, parent=parent, root=root, tokens=tokens, index=own, sink=exact))
 
     def _fork(self, request: Request) -> None:
         """Split off the further answers of a request whose prompt is computed but for its last token.

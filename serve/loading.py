@@ -97,6 +97,8 @@ def load(options: ModelOptions) -> Loaded:
         f"{model_dir.name} on {info.device} ({name}), {info.dtype} weights, "
         f"cache {info.plan.name}: {info.plan.describe()}"
     )
+    if name == "mlx" and info.device == "cpu":
+        say("MLX on a CPU is slow and only for testing; --backend triton is faster here")
     return Loaded(
         model_dir=model_dir,
         backend_name=name,

@@ -5,8 +5,9 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarn.keys import ROOT, block_key, chain
+from kvarn.keys import block_key, chain, process_root
 
+ROOT = process_root("")
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 

@@ -1,7 +1,9 @@
 """What is published can be matched until its id is handed out again."""
 
 from kvarn.block_pool import BlockPool
-from kvarn.keys import ROOT, chain
+from kvarn.keys import chain, process_root
+
+ROOT = process_root("")
 from kvarn.prefix_cache import PrefixCache
 
 

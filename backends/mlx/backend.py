@@ -1,7 +1,5 @@
 """The MLX backend: the contract of kvarn.backend over the pools, the plain operations and an mlx-lm model."""
 
-import resource
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -72,10 +70,7 @@ class MlxBackend:
         return available_bytes(self.model.device)
 
     def peak_bytes(self) -> int:
-        if self.model.device == "gpu":
-            return mx.get_peak_memory()
-        # macOS counts it in bytes, Linux in KiB.
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return mx.get_peak_memory()
 
     def allocate(self, num_blocks: int, num_slots: int) -> MemoryReport:
         self._pool = None
