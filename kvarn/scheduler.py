@@ -216,8 +216,10 @@ class Scheduler:
         else:
             request.slots = matched
         self.counters.cached_tokens += request.num_computed_tokens
-        if request.fetch is None or request.fetch.first > len(matched):
-            self._stop_fetch(request)  # tiles that it counted on were evicted meanwhile
+        # Asked when it arrived; again where it ran before, or where tiles that it counted on were evicted meanwhile.
+        stale = request.fetch is not None and request.fetch.first > len(matched)
+        if stale or (request.fetch is None and (request.num_preemptions or request.choice)):
+            self._stop_fetch(request)
             self._fetch(request, len(matched))
         if request.fetch is None:
             self._started(request)

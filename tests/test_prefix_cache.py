@@ -2,9 +2,9 @@
 
 from kvarn.block_pool import BlockPool
 from kvarn.keys import chain, process_root
+from kvarn.prefix_cache import PrefixCache
 
 ROOT = process_root("")
-from kvarn.prefix_cache import PrefixCache
 
 
 def published(count: int, size: int = 8) -> tuple[PrefixCache, BlockPool, list[bytes]]:

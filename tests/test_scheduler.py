@@ -4,6 +4,7 @@ import random
 
 import pytest
 from fake_backend import VOCAB, FakeBackend, next_token
+from fake_tier import FakeTier
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -13,6 +14,7 @@ from kvarn.errors import CapacityError
 from kvarn.format import Preset
 from kvarn.request import Event, Request, RequestParams
 from kvarn.sampling import SamplingParams
+from kvarn.tier import NO_TIER
 
 SMALL = Preset(tile_tokens=64)
 
@@ -308,7 +310,7 @@ def test_a_stop_string_across_tokens_ends_the_answer_before_it() -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Arrivals, steps and cancellations in any order over tiny pools."""
+    """Arrivals, steps and cancellations in any order over tiny pools, with and without a tier below them."""
 
     @initialize(
         preset=st.sampled_from([SMALL, None]),
@@ -317,10 +319,17 @@ class Machine(RuleBasedStateMachine):
         places=st.integers(1, 5),
         chunk=st.sampled_from([1, 50, 64, 100, 200]),
         budget=st.integers(0, 200),
+        pace=st.sampled_from([None, 0, 1, 3]),
     )
-    def start(self, preset: Preset | None, blocks: int, slots: int, places: int, chunk: int, budget: int) -> None:
+    def start(
+        self, preset: Preset | None, blocks: int, slots: int, places: int, chunk: int, budget: int, pace: int | None
+    ) -> None:
+        backend = FakeBackend(preset)
+        self.tier = None if pace is None else FakeTier(pace)
+        if self.tier is not None:
+            self.tier.backend = backend
         self.engine = Engine(
-            FakeBackend(preset),
+            backend,
             EngineConfig(
                 context=384,
                 prefill_chunk=chunk,
@@ -329,6 +338,7 @@ class Machine(RuleBasedStateMachine):
                 blocks=blocks,
                 slots=slots if preset else slots + 6,
             ),
+            tier=self.tier or NO_TIER,
         )
         self.live: list[Request] = []
         self.events: dict[Request, list[Event]] = {}
@@ -350,6 +360,13 @@ class Machine(RuleBasedStateMachine):
         for _ in range(steps):
             for event in self.engine.step():
                 self.events.setdefault(event.request, []).append(event)
+
+    @precondition(lambda self: self.tier is not None and self.tier.records)
+    @rule(which=st.integers(0, 100), broken=st.booleans())
+    def the_tier_loses_a_tile(self, which: int, broken: bool) -> None:
+        assert self.tier is not None
+        del self.tier.records[list(self.tier.records)[which % len(self.tier.records)]]
+        self.tier.broken = broken
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 100))

@@ -117,16 +117,26 @@ class FakeBackend:
         return history
 
     def export_block(self, block: int) -> Record:
-        raise NotImplementedError
+        fmt, plan = self.info.plan.tile_format, self.info.plan
+        assert fmt is not None
+        tiles = np.zeros((len(plan.sealed), 2, fmt.tile_nbytes), np.uint8)
+        tiles[0, 0, : fmt.tile_tokens] = self.blocks[block]
+        return Record(dtype="float32", tiles=tiles, flags=np.zeros(tiles.shape[:2], np.uint8), exact={})
 
     def export_sink(self, slot: int) -> Record:
-        raise NotImplementedError
+        plan = self.info.plan
+        pages = {x.index: np.zeros((2, 2, plan.tile_tokens, 64 * 4), np.uint8) for x in plan.layers}
+        pages[0][0, 0, :, 0] = self.slots[slot]
+        return Record(dtype="float32", tiles=None, flags=None, exact=pages)
 
     def adopt_block(self, record: Record, block: int) -> None:
-        raise NotImplementedError
+        record.check(info=self.info, sink=False)
+        assert record.tiles is not None
+        self.blocks[block] = record.tiles[0, 0, : self.info.plan.tile_tokens].tolist()
 
     def adopt_sink(self, record: Record, slot: int) -> None:
-        raise NotImplementedError
+        record.check(info=self.info, sink=True)
+        self.slots[slot] = record.exact[0][0, 0, :, 0].tolist()
 
     def copy_exact(self, source: int, target: int) -> None:
         self.slots[target] = list(self.slots[source])
