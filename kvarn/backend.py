@@ -7,7 +7,7 @@ Calls go one way, core to backend, and carry host data only. Two implementations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ class ModelInfo:
     device: str
     weight_bytes: int
     eos_token_ids: tuple[int, ...]
+    rope: Mapping[str, Any] = field(default_factory=dict)  # the RoPE in use, as kvarn.rope_scaling.describe says it
 
     @property
     def exact_bytes_per_token(self) -> int:

@@ -57,8 +57,10 @@ class Capacity:
     limit: str  # "asked for", "the model's context" or "memory"
 
 
-def plan_context(info: ModelInfo, size: PoolSize, available_bytes: int, asked: int | None) -> Capacity:
-    """The context for one sequence: as asked for, else as much of the model's own as fits the memory.
+def plan_context(
+    info: ModelInfo, size: PoolSize, available_bytes: int, asked: int | None, *, fraction: float = MEMORY_FRACTION
+) -> Capacity:
+    """The context for one sequence: as asked for, else as much of the model's own as fits `fraction` of the memory.
 
     Raises CapacityError when what was asked for does not fit, with both numbers and the longest context that does;
     UsageError when it is beyond the model's own context.
@@ -66,7 +68,7 @@ def plan_context(info: ModelInfo, size: PoolSize, available_bytes: int, asked: i
     plan = info.plan
     if asked is not None and not 1 <= asked <= plan.max_context:
         raise UsageError(f"--ctx-size {asked} is not between 1 and the model's context of {plan.max_context}")
-    budget = int(available_bytes * MEMORY_FRACTION)
+    budget = int(available_bytes * fraction)
     fits = longest_context(plan, size, budget)
     context, limit = (asked, "asked for") if asked is not None else (plan.max_context, "the model's context")
     if asked is None and fits < context:
@@ -115,16 +117,22 @@ class Serving:
 
 
 def plan_serving(
-    info: ModelInfo, size: PoolSize, available_bytes: int, *, context: int | None, max_sequences: int
+    info: ModelInfo,
+    size: PoolSize,
+    available_bytes: int,
+    *,
+    context: int | None,
+    max_sequences: int,
+    fraction: float = MEMORY_FRACTION,
 ) -> Serving:
-    """Fill the memory with blocks and slots for up to `max_sequences` sequences.
+    """Fill `fraction` of the memory with blocks and slots for up to `max_sequences` sequences.
 
     Under a preset every sequence gets its sink and its tail, and as many sinks again are kept for reuse; the rest of
     the memory becomes blocks, as many as the sequences can use twice over. Raises as `plan_context` does.
     """
     plan = info.plan
-    one = plan_context(info, size, available_bytes, context)
-    budget = int(available_bytes * MEMORY_FRACTION)
+    one = plan_context(info, size, available_bytes, context, fraction=fraction)
+    budget = int(available_bytes * fraction)
     need = holding(one.context, plan)
     if plan.preset is None:
         blocks, slots = 0, min(budget // size.slot_bytes, 2 * max_sequences * need.slots)

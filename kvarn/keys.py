@@ -25,8 +25,8 @@ class Fingerprint:
     """Everything but the tokens and the tenant that decides what a block holds, typed. The backend is not in it.
 
     format: the tile format's version and the preset. layers: per layer its kind, kv heads, head_dim and window.
-    weights, tokenizer, adapter: content hashes, the last one empty without an adapter. config: config.json with its
-    overrides. rope: the RoPE really used.
+    weights, tokenizer, adapter: content hashes, the last one empty without an adapter. config: config.json as it lies
+    there. rope: the RoPE really used, overrides included.
     """
 
     format: str

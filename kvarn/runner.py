@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvarn.engine import Engine
 from kvarn.errors import BackendError, KvarnError
@@ -12,9 +12,12 @@ from kvarn.request import Event, Request, RequestParams
 class Call:
     """One submitted call: iterate over its events, or cancel it. All its answers come through here."""
 
-    def __init__(self, runner: "Runner", params: RequestParams) -> None:
+    def __init__(
+        self, runner: "Runner", params: RequestParams, on_event: Callable[[Event | KvarnError], None] | None = None
+    ) -> None:
         self.params = params
         self._runner = runner
+        self._on_event = on_event
         self._events: queue.SimpleQueue[Event | KvarnError] = queue.SimpleQueue()
         self._open = params.n
 
@@ -37,14 +40,21 @@ class Call:
         self._runner._send(("cancel", self))
 
     def _put(self, event: Event | KvarnError) -> None:
-        self._events.put(event)
+        if self._on_event is None:
+            self._events.put(event)
+        else:
+            self._on_event(event)
 
 
 class Runner:
-    """Runs an engine until it is shut down. Safe to use from any thread."""
+    """Runs an engine until it is shut down. Safe to use from any thread.
 
-    def __init__(self, engine: Engine) -> None:
+    `on_fault` is told, on the engine's thread, of the error with which the engine itself ended; no call runs after it.
+    """
+
+    def __init__(self, engine: Engine, *, on_fault: Callable[[KvarnError], None] | None = None) -> None:
         self._engine = engine
+        self._on_fault = on_fault
         self._inbox: queue.SimpleQueue[tuple[str, Call | None]] = queue.SimpleQueue()
         self._calls: dict[int, Call] = {}  # by group
         self._requests: dict[Call, Request] = {}
@@ -54,10 +64,14 @@ class Runner:
         self._thread = threading.Thread(target=self._loop, name="kvarn-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, params: RequestParams) -> Call:
-        """Queue a call. Raises at once what is wrong with it (ContextOverflowError), or BackendError after shutdown."""
+    def submit(self, params: RequestParams, *, on_event: Callable[[Event | KvarnError], None] | None = None) -> Call:
+        """Queue a call. Raises at once what is wrong with it (ContextOverflowError), or BackendError after shutdown.
+
+        With `on_event` the call is not iterated: each event, or the error that ends the whole call, is given to it on
+        the engine's thread. It must return at once and raise nothing.
+        """
         self._engine.scheduler.check(params)
-        call = Call(self, params)
+        call = Call(self, params, on_event)
         self._send(("add", call))
         return call
 
@@ -109,10 +123,17 @@ class Runner:
                 _, waiting = self._inbox.get()
                 if waiting is not None:
                     waiting._put(failure)
+            if self._on_fault is not None:
+                self._on_fault(failure)
 
     def _handle(self, what: str, call: Call) -> None:
         if what == "add":
-            request = self._engine.add(call.params)
+            try:
+                request = self._engine.add(call.params)
+            except Exception as error:  # the maker of its text stream, say; the other calls go on
+                refusal = error if isinstance(error, KvarnError) else BackendError(f"the call cannot start: {error!r}")
+                call._put(refusal)
+                return
             self._calls[request.group] = call
             self._requests[call] = request
             self._left[request.group] = call.params.n

@@ -1,1 +1,1 @@
-"""The product surface of KVarN: the command line and, later, the server."""
+"""The product surface of KVarN: the command line and the server."""

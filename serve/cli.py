@@ -1,15 +1,20 @@
 """The command line: options and their checks. What a command does stands in its own file."""
 
+import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from kvarn import __version__
 from kvarn.errors import KvarnError, UsageError
 from kvarn.serve.loading import ModelOptions, progress_bar, say
+
+if TYPE_CHECKING:
+    from kvarn.serve.caching import CacheOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,11 +57,32 @@ def _model_options(command: F) -> F:
             ),
             click.option("--dtype", default="auto", show_default=True, help="auto, float32, float16 or bfloat16."),
             click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
+            click.option("--adapter", type=click.Path(path_type=Path), help="Folder of a LoRA adapter (peft, mlx-lm)."),
+            click.option("--rope-scaling", metavar="KIND:FACTOR", help="linear:4, yarn:4, llama3:8, none, or JSON."),
             click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead."),
         ]
     ):
         command = option(command)
     return command
+
+
+def _cache_options(command: F) -> F:
+    for option in reversed(
+        [
+            click.option("--cache-dir", type=click.Path(path_type=Path), help="Folder of the disk cache."),
+            click.option("--cache-size", metavar="SIZE", help="Most bytes of the disk cache, like 4GiB."),
+            click.option("--no-cache", is_flag=True, help="Neither read nor write the disk cache."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def _cache(options: dict[str, Any]) -> "CacheOptions":
+    """Take the cache's options out of a command's."""
+    from kvarn.serve.caching import CacheOptions
+
+    return CacheOptions(**{name: options.pop(name) for name in ("cache_dir", "cache_size", "no_cache")})
 
 
 def _model(model: str, options: dict[str, Any]) -> ModelOptions:
@@ -76,6 +102,8 @@ def _model(model: str, options: dict[str, Any]) -> ModelOptions:
 @click.option("--top-k", type=int, default=0, show_default=True, help="0 means all tokens.")
 @click.option("--min-p", type=float, default=0.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--session", metavar="NAME", help="Go on with this conversation, and keep it under this name.")
+@_cache_options
 @_model_options
 def run(
     model: str,
@@ -90,6 +118,7 @@ def run(
     top_k: int,
     min_p: float,
     seed: int,
+    session: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -103,8 +132,17 @@ def run(
 
     sampling = SamplingParams(temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     text = _one_prompt(prompt, prompt_option, file)
-    asked = RunOptions(prompt=text, system=system, raw=raw, max_tokens=max_tokens, sampling=sampling, as_json=as_json)
-    run_model(_model(model, options), asked)
+    asked = RunOptions(
+        prompt=text,
+        system=system,
+        raw=raw,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        as_json=as_json,
+        session=session,
+    )
+    cache = _cache(options)
+    run_model(_model(model, options), cache, asked)
 
 
 def _one_prompt(argument: str | None, option: str | None, file: Path | None) -> str:
@@ -176,6 +214,91 @@ def estimate(
     )
 
 
+@main.group()
+def cache() -> None:
+    """The disk cache: what it holds, why a prompt hits or misses, check it, shrink it."""
+
+
+def _cache_command(command: Callable[..., None]) -> Callable[..., None]:
+    """A command of `kvarn cache`: it gets the cache's options as one object."""
+
+    @functools.wraps(command)
+    def with_options(cache_dir: Path | None, cache_size: str | None, **options: Any) -> None:
+        from kvarn.serve.caching import CacheOptions
+
+        command(CacheOptions(cache_dir=cache_dir, cache_size=cache_size), **options)
+
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print JSON instead."),
+        click.option("--cache-size", metavar="SIZE", help="Most bytes of the disk cache, like 4GiB."),
+        click.option("--cache-dir", type=click.Path(path_type=Path), help="Folder of the disk cache."),
+    ):
+        with_options = option(with_options)
+    return with_options
+
+
+@cache.command()
+@_cache_command
+def status(options: "CacheOptions", as_json: bool) -> None:
+    """Folder, budget, what is held and for which models."""
+    from kvarn.serve import cache as commands
+
+    commands.status(options, as_json=as_json)
+
+
+@cache.command()
+@_cache_command
+def ls(options: "CacheOptions", as_json: bool) -> None:
+    """Every block, the most recently used first."""
+    from kvarn.serve import cache as commands
+
+    commands.ls(options, as_json=as_json)
+
+
+@cache.command()
+@_cache_command
+def verify(options: "CacheOptions", as_json: bool) -> None:
+    """Read and check every block; damaged ones go to quarantine."""
+    from kvarn.serve import cache as commands
+
+    commands.verify(options, as_json=as_json)
+
+
+@cache.command()
+@_cache_command
+def clear(options: "CacheOptions", as_json: bool) -> None:
+    """Remove every block; files that KVarN did not write stay."""
+    from kvarn.serve import cache as commands
+
+    commands.clear(options, as_json=as_json)
+
+
+@cache.command()
+@click.option("--to", metavar="SIZE", help="Bytes to keep; default: the budget.")
+@_cache_command
+def prune(options: "CacheOptions", to: str | None, as_json: bool) -> None:
+    """Evict the least recently used blocks."""
+    from kvarn.serve import cache as commands
+
+    commands.prune(options, to, as_json=as_json)
+
+
+@cache.command()
+@click.argument("model")
+@click.argument("prompt", required=False)
+@click.option("-f", "--file", "file", type=click.Path(path_type=Path), help="Read the prompt from a file.")
+@click.option("--raw", is_flag=True, help="Use the prompt as it is, without the model's chat template.")
+@_cache_options
+@_model_options
+def explain(model: str, prompt: str | None, file: Path | None, raw: bool, as_json: bool, **options: Any) -> None:
+    """What MODEL's blocks are named by, and how far PROMPT is stored."""
+    from kvarn.serve import cache as commands
+
+    text = _one_prompt(prompt, None, file) if prompt is not None or file is not None else None
+    where = _cache(options)
+    commands.explain(_model(model, options), where, text, raw=raw, as_json=as_json)
+
+
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def doctor(as_json: bool) -> None:
@@ -192,6 +315,42 @@ def pull(model: str) -> None:
     from kvarn.serve.models import resolve
 
     click.echo(resolve(model, progress=progress_bar()))
+
+
+@main.command()
+@click.argument("model")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0: any free one.")
+@click.option("--alias", "aliases", multiple=True, metavar="NAME", help="Another name for the model; repeatable.")
+@click.option(
+    "--api-key", "api_keys", multiple=True, envvar="KVARN_API_KEY", metavar="KEY", help="Who may ask; repeatable."
+)
+@click.option("--api-key-file", type=click.Path(path_type=Path), help="A file with one key a line.")
+@click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN", help="A web page that may ask.")
+@click.option("--max-num-seqs", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences at once.")
+@click.option("--max-num-batched-tokens", type=click.IntRange(min=1), help="Tokens of one step, of all sequences.")
+@click.option("--memory-fraction", type=float, default=0.9, show_default=True, help="Of what is free, for the cache.")
+@click.option("--max-queue", type=click.IntRange(min=0), default=64, show_default=True, help="Answers that may wait.")
+@click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds that one request may take.")
+@click.option("--shutdown-timeout", type=float, default=30.0, show_default=True, help="Seconds to finish what runs.")
+@click.option("--max-body-mib", type=click.IntRange(min=1), default=16, show_default=True, help="Size of a request.")
+@_cache_options
+@_model_options
+def serve(
+    model: str, api_keys: tuple[str, ...], api_key_file: Path | None, max_body_mib: int, as_json: bool, **options: Any
+) -> None:
+    """Serve MODEL over HTTP with OpenAI's API, until SIGTERM or Ctrl-C."""
+    from kvarn.serve.serve import ServeOptions, read_keys
+    from kvarn.serve.serve import serve as run_serve
+
+    if as_json:
+        raise UsageError("serve prints no JSON object; read /metrics and /v1/cache instead")
+    keys = (*api_keys, *(read_keys(api_key_file) if api_key_file else ()))
+    cache = _cache(options)
+    named = {field.name for field in dataclasses.fields(ModelOptions)} & set(options)
+    model_options = {name: options.pop(name) for name in named}
+    asked = ServeOptions(api_keys=keys, max_body_bytes=max_body_mib << 20, **options)
+    run_serve(_model(model, model_options), cache, asked)
 
 
 if __name__ == "__main__":

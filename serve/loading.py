@@ -4,19 +4,25 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from kvarn import backend as backends
+from kvarn import rope_scaling
 from kvarn.backend import Backend, LoadOptions
 from kvarn.capacity import Capacity, plan_context
+from kvarn.checkpoint import check_files
 from kvarn.engine import Engine, EngineConfig
 from kvarn.format import Preset
-from kvarn.serve.models import resolve
+from kvarn.identity import weights_identity
+from kvarn.serve.models import cache_folder, resolve
 from kvarn.serve.tokenizer import Tokenizer
+from kvarn.tier import NO_TIER, Tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +36,13 @@ class ModelOptions:
     prefill_chunk: int = 512
     dtype: str = "auto"
     device: str = "auto"
+    adapter: Path | None = None
+    rope_scaling: str | None = None
+
+    @property
+    def rope(self) -> dict[str, Any] | None:
+        """The RoPE override that was asked for."""
+        return None if self.rope_scaling is None else rope_scaling.parse(self.rope_scaling)
 
     @property
     def preset(self) -> Preset | None:
@@ -46,6 +59,7 @@ class Loaded:
     backend: Backend
     tokenizer: Tokenizer
     load_seconds: float
+    weights: Callable[[], str]  # waits for the content hash of the weights, see kvarn.identity
 
 
 def say(text: str) -> None:
@@ -84,18 +98,28 @@ def apple_silicon() -> bool:
     return sys.platform == "darwin" and platform.machine() == "arm64"
 
 
-def load(options: ModelOptions) -> Loaded:
-    """Resolve and load; every refusal comes before the weights where it can."""
-    preset = options.preset
+def load(options: ModelOptions, *, identify: bool = False) -> Loaded:
+    """Resolve and load; every refusal comes before the weights where it can.
+
+    identify: the content hash of the weights will be asked for, so it is computed meanwhile.
+    """
+    preset, rope = options.preset, options.rope
     name = backends.choose(options.backend, apple_silicon=apple_silicon())
     model_dir = resolve(options.model, progress=progress_bar())
     start = time.perf_counter()
+    hashing = ThreadPoolExecutor(1) if identify else None  # beside the loading, which reads the same bytes
+    weights = hashing.submit(hash_weights, model_dir).result if hashing else partial(hash_weights, model_dir)
+    if hashing:
+        hashing.shutdown(wait=False)
     tokenizer = Tokenizer(model_dir)
-    backend = backends.load(name, model_dir, preset, LoadOptions(dtype=options.dtype, device=options.device))
+    asked = LoadOptions(dtype=options.dtype, device=options.device, adapter=options.adapter, rope_scaling=rope)
+    backend = backends.load(name, model_dir, preset, asked)
     info = backend.info
     say(
         f"{model_dir.name} on {info.device} ({name}), {info.dtype} weights, "
         f"cache {info.plan.name}: {info.plan.describe()}"
+        + (f"; adapter {options.adapter.name}" if options.adapter else "")
+        + (f"; RoPE {options.rope_scaling}" if options.rope_scaling else "")
     )
     if name == "mlx" and info.device == "cpu":
         say("MLX on a CPU is slow and only for testing; --backend triton is faster here")
@@ -105,10 +129,16 @@ def load(options: ModelOptions) -> Loaded:
         backend=backend,
         tokenizer=tokenizer,
         load_seconds=time.perf_counter() - start,
+        weights=weights,
     )
 
 
-def start_engine(loaded: Loaded, options: ModelOptions) -> tuple[Engine, Capacity]:
+def hash_weights(model_dir: Path) -> str:
+    """The content hash of a model folder's weights, remembered in the cache folder."""
+    return weights_identity(check_files(model_dir), cache_folder() / "weights.json")
+
+
+def start_engine(loaded: Loaded, options: ModelOptions, tier: Tier = NO_TIER) -> tuple[Engine, Capacity]:
     """Plan the context, say what it takes, and allocate it."""
     backend = loaded.backend
     capacity = plan_context(backend.info, backend.pool_size, backend.available_bytes(), options.ctx_size)
@@ -117,4 +147,5 @@ def start_engine(loaded: Loaded, options: ModelOptions) -> tuple[Engine, Capacit
         f"for {capacity.context} tokens ({capacity.limit}; exact would take {size(capacity.exact_bytes)}), "
         f"{size(capacity.available_bytes)} free: fits"
     )
-    return Engine(backend, EngineConfig(context=capacity.context, prefill_chunk=options.prefill_chunk)), capacity
+    config = EngineConfig(context=capacity.context, prefill_chunk=options.prefill_chunk)
+    return Engine(backend, config, tier=tier), capacity

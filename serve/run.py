@@ -10,9 +10,14 @@ from typing import Any
 import click
 
 from kvarn.engine import Engine
+from kvarn.errors import UsageError
+from kvarn.identity import tokenizer_identity
 from kvarn.request import RequestParams
 from kvarn.sampling import SamplingParams
-from kvarn.serve.loading import Loaded, ModelOptions, load, say, size, start_engine
+from kvarn.serve.caching import CacheOptions, open_tier
+from kvarn.serve.loading import Loaded, ModelOptions, load, progress_bar, say, size, start_engine
+from kvarn.serve.models import resolve
+from kvarn.serve.sessions import Session, load_session, save_session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +30,7 @@ class RunOptions:
     max_tokens: int
     sampling: SamplingParams
     as_json: bool
+    session: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +38,7 @@ class Answer:
     """An answer and its times in seconds."""
 
     text: str
+    tokens: tuple[int, ...]
     finish_reason: str
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -40,30 +47,45 @@ class Answer:
     decode_seconds: float
 
 
-def run(model: ModelOptions, options: RunOptions) -> None:
+def run(model: ModelOptions, cache: CacheOptions, options: RunOptions) -> None:
     """Load, answer, report."""
-    loaded = load(model)
-    prompt = encode_prompt(loaded, options)
-    engine, _ = start_engine(loaded, model)
-    answer = generate(loaded, engine, prompt, options)
+    tokenizer = tokenizer_identity(resolve(model.model, progress=progress_bar())) if options.session else ""
+    session = load_session(options.session, tokenizer) if options.session else None
+    loaded = load(model, identify=not cache.no_cache)
+    prompt = encode_prompt(loaded, options, session)
+    engine, _ = start_engine(loaded, model, open_tier(loaded, model, cache))
+    try:
+        answer = generate(loaded, engine, prompt, options)
+    finally:
+        engine.close()
+    if options.session is not None:
+        save_session(options.session, Session(tokens=(*prompt, *answer.tokens), tokenizer=tokenizer))
     report = _report(loaded, engine, answer)
     if options.as_json:
         click.echo(json.dumps(report, ensure_ascii=False))
     kv, timing = report["kv"], report["timing"]
+    reused = f", {answer.num_cached_tokens} of them reused" if answer.num_cached_tokens else ""
     say(
-        f"prompt {answer.num_prompt_tokens} tokens at {timing['prompt_tokens_per_s']:.1f}/s, "
+        f"prompt {answer.num_prompt_tokens} tokens at {timing['prompt_tokens_per_s']:.1f}/s{reused}, "
         f"answer {answer.num_completion_tokens} tokens at {timing['decode_tokens_per_s']:.1f}/s "
         f"({answer.finish_reason}); peak memory {size(report['memory']['peak_bytes'])}; "
         f"KV held {size(kv['bytes_held'])} (the same tokens exact: {size(kv['bytes_exact'])})"
     )
 
 
-def encode_prompt(loaded: Loaded, options: RunOptions) -> list[int]:
-    """The prompt's token ids, in the model's chat template unless there is none or `raw` is set."""
-    if options.raw or not loaded.tokenizer.has_chat_template:
+def encode_prompt(loaded: Loaded, options: RunOptions, session: Session | None = None) -> list[int]:
+    """The prompt's token ids, in the model's chat template unless there is none or `raw` is set; after a session's."""
+    tokenizer = loaded.tokenizer
+    if session is not None and options.system is not None:
+        raise UsageError("--system belongs to the beginning of a session; leave it out, or take another --session name")
+    if options.raw or not tokenizer.has_chat_template:
         if options.system is not None:
             say("--system is not used: " + ("--raw was given" if options.raw else "the model has no chat template"))
-        return loaded.tokenizer.encode(options.prompt)
+        if session is not None:
+            return [*session.tokens, *tokenizer.encode_more(options.prompt)]
+        return tokenizer.encode(options.prompt)
+    if session is not None:
+        return [*session.tokens, *tokenizer.encode_next_turn(options.prompt)]
     messages = [{"role": "user", "content": options.prompt}]
     if options.system is not None:
         messages.insert(0, {"role": "system", "content": options.system})
@@ -83,19 +105,20 @@ def generate(loaded: Loaded, engine: Engine, prompt: list[int], options: RunOpti
         text=loaded.tokenizer.stream,
     )
     text = ""
+    tokens: list[int] = []
     start = time.perf_counter()
     first = last = start
-    completion, finish_reason, cached = 0, "length", 0
+    finish_reason, cached = "length", 0
     for event in engine.stream(params):
         last = time.perf_counter()
         if event.token is None and event.finish_reason is None:
             _prefill_progress(event.request.num_computed_tokens, len(prompt))
             continue
         cached = event.request.num_cached_tokens
-        if completion == 0:
+        if not tokens:
             first = last
         if event.token is not None:
-            completion += 1
+            tokens.append(event.token)
         text += event.text
         _print(event.text, options)
         finish_reason = event.finish_reason or finish_reason
@@ -103,10 +126,11 @@ def generate(loaded: Loaded, engine: Engine, prompt: list[int], options: RunOpti
         click.echo()
     return Answer(
         text=text,
+        tokens=tuple(tokens),
         finish_reason=finish_reason,
         num_prompt_tokens=len(prompt),
         num_cached_tokens=cached,
-        num_completion_tokens=completion,
+        num_completion_tokens=len(tokens),
         prompt_seconds=first - start,
         decode_seconds=last - first,
     )
@@ -151,6 +175,7 @@ def _report(loaded: Loaded, engine: Engine, answer: Answer) -> Mapping[str, Any]
             "layers_sealed": len(info.plan.sealed),
             "layers": len(info.plan.layers),
         },
+        "cache": engine.cache_report(),
         "memory": {"weight_bytes": info.weight_bytes, "peak_bytes": loaded.backend.peak_bytes()},
         "backend": loaded.backend_name,
         "device": info.device,

@@ -1,10 +1,16 @@
 """Text <-> token ids: the model's own tokenizer and chat template, and text that streams without broken characters."""
 
+import functools
+import json
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvarn.errors import ModelError, UsageError
+
+_FOREIGN_ROLES = {"user", "tool"}  # whose text comes from outside the conversation's author
 
 
 class Tokenizer:
@@ -39,25 +45,168 @@ class Tokenizer:
         ids: list[int] = self._inner(text)["input_ids"]
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation in the model's chat template, ready for the answer; UsageError if it refuses."""
-        from jinja2 import TemplateError
-
-        try:
-            text = self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except (TemplateError, ValueError, TypeError) as error:
-            raise UsageError(f"the model's chat template refuses these messages: {error}; try --raw") from error
+    def encode_more(self, text: str) -> list[int]:
+        """Token ids of a text that goes on after others."""
         ids: list[int] = self._inner(text, add_special_tokens=False)["input_ids"]
         return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, continue_final: bool = False) -> list[int]:
+        """Token ids of a conversation in the model's chat template, ready for the answer; UsageError if it refuses.
+
+        With `continue_final` the last message stays open, and the answer goes on where it ends. No text of a message
+        becomes a control token: a message that spells one is tokenized as plain text, apart from the template. Any
+        other conversation is tokenized as one string.
+        """
+        nonce = secrets.token_hex(8)
+        hidden: list[tuple[str, str]] = []  # text, role
+        masked = [self._mask(message, nonce, hidden) for message in messages]
+        return self._encode_rendered(self._render(masked, continue_final), nonce, hidden)
+
+    def encode_next_turn(self, text: str) -> list[int]:
+        """Token ids that follow an answer: its end as the template writes it, a user's next message, and the beginning
+        of the next answer. UsageError where the template does not write an answer as it is.
+        """
+        nonce = secrets.token_hex(8)
+        hidden: list[tuple[str, str]] = []
+        user = self._mask({"role": "user", "content": text}, nonce, hidden)
+        answer = f"{nonce}answer"
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": answer}, user]
+        _, found, rest = self._render(turns, False).rpartition(answer)
+        if not found:
+            raise UsageError("the model's chat template drops answers, so a conversation cannot go on; use --raw")
+        return self._encode_rendered(rest, nonce, hidden)
+
+    def _encode_rendered(self, rendered: str, nonce: str, hidden: Sequence[tuple[str, str]]) -> list[int]:
+        ids: list[int] = []
+        # Template text and the numbers of hidden texts take turns.
+        for i, piece in enumerate(re.split(f"{nonce}x([0-9]+)x{nonce}", rendered)):
+            if i % 2:
+                ids += self._encode_plain(*hidden[int(piece)])
+            elif nonce in piece:
+                raise UsageError(
+                    "the model's chat template cuts messages, so one that spells a control token is refused"
+                )
+            elif piece:
+                ids += self._inner(piece, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _render(self, messages: list[dict[str, str]], continue_final: bool) -> str:
+        try:
+            text: str = self._inner.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=not continue_final,
+                continue_final_message=continue_final,
+            )
+        except Exception as error:  # the template is the model's own program, and runs in jinja's sandbox
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UsageError(
+                f"the model's chat template refuses these messages: {first}; send the text as a raw prompt "
+                "(--raw, or /v1/completions)"
+            ) from error
+        return text
+
+    def _mask(self, message: Mapping[str, str], nonce: str, hidden: list[tuple[str, str]]) -> dict[str, str]:
+        """The message with each text that spells a control token replaced by a word that no template changes."""
+        role = message.get("role", "")
+        control = self._control_texts(role)
+        masked = dict(message)
+        for name, text in message.items():
+            if name == "role" or not isinstance(text, str) or not self._spells(text, control):
+                continue
+            core = text.strip()
+            before, _, after = text.partition(core)  # templates may trim, so the outer spaces stay outside
+            masked[name] = f"{before}{nonce}x{len(hidden)}x{nonce}{after}"
+            hidden.append((core, role))
+        return masked
+
+    def _spells(self, text: str, control: tuple[str, ...]) -> bool:
+        if any(token in text for token in control):
+            return True
+        normalizer = self._inner.backend_tokenizer.normalizer
+        if normalizer is None:
+            return False
+        normalized = normalizer.normalize_str(text)
+        return any(token in normalized for token in control)
+
+    @functools.cached_property
+    def _added(self) -> dict[int, tuple[str, bool]]:
+        """The added tokens: id -> text, and whether it is special."""
+        decoder = self._inner.backend_tokenizer.get_added_tokens_decoder()
+        return {int(index): (token.content, bool(token.special)) for index, token in decoder.items()}
+
+    def _control_texts(self, role: str) -> tuple[str, ...]:
+        """The tokens that no text of this role may become: the special ones; for users and tools also added ones that
+        the chat template writes (like `<tool_call>`), which an assistant's message may rightly hold."""
+        template = self._inner.chat_template or ""
+        return tuple(
+            text
+            for text, special in self._added.values()
+            if text.strip() and (special or (role in _FOREIGN_ROLES and text in str(template)))
+        )
+
+    def _encode_plain(self, text: str, role: str) -> list[int]:
+        control = self._control_texts(role)
+        ids: list[int] = self._plain_tokenizer(control).encode(text, add_special_tokens=False).ids
+        texts = {self._added[index][0] for index in ids if index in self._added}
+        if found := sorted(texts & set(control)):
+            raise UsageError(
+                f"this model's tokenizer cannot tell the text {found[0]!r} from its control token; drop it"
+            )
+        return ids
+
+    @functools.cached_property
+    def _plain_tokenizers(self) -> dict[tuple[str, ...], Any]:
+        return {}
+
+    def _plain_tokenizer(self, control: tuple[str, ...]) -> Any:
+        """A copy of the tokenizer in which the control tokens are text like any other."""
+        from tokenizers import Tokenizer as Backend
+
+        if control not in self._plain_tokenizers:
+            content = json.loads(self._inner.backend_tokenizer.to_str())
+            for token in content["added_tokens"]:
+                token["special"] = token["content"] in control
+            plain = Backend.from_str(json.dumps(content))
+            plain.encode_special_tokens = True
+            self._plain_tokenizers[control] = plain
+        return self._plain_tokenizers[control]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
         text: str = self._inner.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one token stands for, be they a whole character or not; a control token's are its name."""
+        if token in self._added:
+            return self._added[token][0].encode()
+        piece: str | None = self._inner.backend_tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            return bytes(_BYTES[c] for c in piece if c in _BYTES)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+    @functools.cached_property
+    def _byte_level(self) -> bool:
+        return '"ByteLevel"' in json.dumps(json.loads(self._inner.backend_tokenizer.to_str())["decoder"])
+
     def stream(self) -> "TextStream":
         """A fresh stream of text."""
         return TextStream(self)
+
+
+def _byte_characters() -> dict[str, int]:
+    """The characters that byte-level tokenizers write bytes as: printable ones stand for themselves."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _byte_characters()
 
 
 class TextStream:
@@ -67,16 +216,27 @@ class TextStream:
         from tokenizers.decoders import DecodeStream
 
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream: Any = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
         self.text = ""
 
     def add(self, token: int) -> str:
         """The text that this token completes, possibly none."""
         self._ids.append(token)
-        fresh = self._stream.step(self._tokenizer._inner.backend_tokenizer, token) or ""
+        fresh = self._step(token)
         self.text += fresh
         return fresh
+
+    def _step(self, token: int) -> str:
+        if self._stream is not None:
+            try:
+                return self._stream.step(self._tokenizer._inner.backend_tokenizer, token) or ""
+            except Exception:  # it gives up on some byte sequences, for good; the engine must not end with it
+                self._stream = None
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith("\ufffd") or not text.startswith(self.text):
+            return ""
+        return text[len(self.text) :]
 
     def finish(self) -> str:
         """What is still held back: an incomplete character comes out as U+FFFD."""

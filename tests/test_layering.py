@@ -11,12 +11,18 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE_MAY_IMPORT = {"numpy", "kvarn"} | set(sys.stdlib_module_names)
 RECORD_MAY_IMPORT = {"safetensors", "xxhash"}
 LAYERS = [
+    {"runner"},
     {"engine"},
     {"scheduler"},
-    {"prefix_cache", "capacity"},
+    {"disk_tier"},
+    {"prefix_cache", "capacity", "cache_explain"},
     {"block_pool"},
-    {"store", "store_disk"},
-    {"record", "keys"},
+    {"store_writer", "store_disk"},
+    {"store_shared"},
+    {"store_index"},
+    {"store"},
+    {"record", "tier"},
+    {"keys"},
     {"reference"},
     {"tile"},
     {"format"},

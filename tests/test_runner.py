@@ -8,9 +8,9 @@ import pytest
 from fake_backend import VOCAB, FakeBackend, next_token
 
 from kvarn.engine import Engine, EngineConfig
-from kvarn.errors import BackendError, ContextOverflowError
+from kvarn.errors import BackendError, ContextOverflowError, KvarnError
 from kvarn.format import Preset
-from kvarn.request import RequestParams
+from kvarn.request import Event, RequestParams, TextStream
 from kvarn.runner import Call, Runner
 
 
@@ -115,3 +115,51 @@ def test_a_fault_of_the_engine_leaves_nobody_waiting() -> None:
     run._thread.join(10)
     with pytest.raises(BackendError, match="the engine stopped"):
         run.submit(RequestParams(prompt=prompt(10), max_tokens=5))
+
+
+def test_events_go_to_a_callback_on_the_engines_thread(runner: Runner) -> None:
+    got: list[Event | KvarnError] = []
+    threads: set[str] = set()
+    done = threading.Event()
+
+    def on_event(event: Event | KvarnError) -> None:
+        got.append(event)
+        threads.add(threading.current_thread().name)
+        if isinstance(event, KvarnError) or event.finish_reason is not None:
+            done.set()
+
+    runner.submit(RequestParams(prompt=prompt(70), max_tokens=20), on_event=on_event)
+    assert done.wait(10)
+    tokens = [event.token for event in got if isinstance(event, Event) and event.token is not None]
+    assert tokens == continuation(prompt(70), 20)
+    assert threads == {"kvarn-engine"}
+
+
+def test_a_call_that_cannot_start_fails_alone(runner: Runner) -> None:
+    def broken() -> TextStream:
+        raise ValueError("no stream")
+
+    bad = runner.submit(RequestParams(prompt=prompt(10), max_tokens=5, text=broken))
+    with pytest.raises(BackendError, match="no stream"):
+        list(bad)
+    bad.cancel()
+    assert answers(runner.submit(RequestParams(prompt=prompt(10), max_tokens=5))) == {0: continuation(prompt(10), 5)}
+
+
+def test_a_fault_of_the_engine_is_told_after_every_call_knows() -> None:
+    broken = engine()
+    broken.step = lambda: [][0]  # type: ignore[method-assign,misc]
+    order: list[str] = []
+    told = threading.Event()
+
+    def on_fault(error: KvarnError) -> None:
+        order.append(f"fault {error}")
+        told.set()
+
+    run = Runner(broken, on_fault=on_fault)
+    run.submit(RequestParams(prompt=prompt(10), max_tokens=5), on_event=lambda event: order.append("call"))
+    assert told.wait(10)
+    assert order == ["call", "fault the engine stopped: IndexError: list index out of range"]
+    quiet = Runner(engine(), on_fault=on_fault)
+    assert quiet.shutdown(drain=True, timeout=10)
+    assert len(order) == 2

@@ -18,12 +18,13 @@ from kvarn.capacity import pool_size
 from kvarn.errors import BackendError
 from kvarn.format import Preset
 from kvarn.model_plan import plan_model
+from kvarn.rope_scaling import describe
 from kvarn.step import Failure, SpanOutput, StepPlan, StepResult
 
 
 def load(model_dir: Path, preset: Preset | None, options: LoadOptions) -> "MlxBackend":
     """Load a model folder; the layer plan is made, and can refuse, before any weight is read."""
-    plan = plan_model(read_config(model_dir), preset)
+    plan = plan_model(read_config(model_dir, options.rope_scaling), preset)
     model = load_model(model_dir, options)
     with mx.stream(_device(model)):
         return MlxBackend(self_test(model, plan, _attend_own), preset)
@@ -52,6 +53,7 @@ class MlxBackend:
             device=model.device,
             weight_bytes=model.weight_bytes,
             eos_token_ids=model.eos_token_ids,
+            rope=describe(model.config),
         )
         self.pool_size = pool_size(plan, model.dtype.size)
         self._pool: Pool | None = None

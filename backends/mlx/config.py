@@ -8,7 +8,12 @@ that mlx-lm's own arguments hold the theta, the share of rotated channels and th
 from collections.abc import Mapping
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.positional_encoding import RoPE
+
 from kvarn.errors import UnsupportedModelError
+from kvarn.rope_scaling import describe, frequencies
 
 _THETA = ("rope_theta", "rotary_emb_base", "rope_base")
 _PARTIAL = ("partial_rotary_factor", "rotary_pct")
@@ -66,8 +71,9 @@ def _pattern(layer_types: Any) -> int | None:
     return pattern if regular == layer_types else None
 
 
-def check_rope(config: Mapping[str, Any], args: Any) -> None:
-    """Refuse the model unless mlx-lm's arguments hold the rotary positions of `config`, by name."""
+def check_rope(config: Mapping[str, Any], module: Any) -> None:
+    """Refuse the model unless mlx-lm's arguments, and a scaled table in use, are the RoPE of `config`, by name."""
+    args = getattr(module, "language_model", module).args
     text = config.get("text_config") or config
     name = text.get("model_type", "this model")
     main, local = _rope(text)
@@ -88,9 +94,46 @@ def check_rope(config: Mapping[str, Any], args: Any) -> None:
         raise UnsupportedModelError(f"mlx-lm's {name} does not take the rope type {kind!r} of config.json")
     if local.get("rope_type", "default") != "default":
         raise UnsupportedModelError(f"mlx-lm's {name} does not take a rope type for sliding layers")
+    _check_rotation(config, module)
 
 
 def _values(args: Any, names: tuple[str, ...], *, default: float) -> list[float]:
     nested = getattr(args, "rope_parameters", None) or {}
     found = [getattr(args, name, None) for name in names] + [nested.get(name) for name in names]
     return [value for value in found if value is not None] or [default]
+
+
+def _check_rotation(config: Mapping[str, Any], module: Any) -> None:
+    """Refuse the model unless every rotary layer turns by the scaled table that `config` asks for, by name.
+
+    Some families of mlx-lm take a scaling into their arguments and never use it.
+    """
+    rope = describe(config)
+    if rope["rope_type"] not in ("linear", "yarn", "llama3") or rope["rope_theta"] is None:
+        return
+    layers = [x for x in module.modules() if isinstance(x, RoPE) or "_freqs" in x]
+    if layers and all(_turns(layer, rope) for layer in layers):
+        return
+    name = (config.get("text_config") or config).get("model_type", "this model")
+    raise UnsupportedModelError(
+        f"mlx-lm's {name} does not rotate by the {rope['rope_type']} scaling of config.json or --rope-scaling; "
+        "use --backend triton"
+    )
+
+
+def _turns(layer: Any, rope: Mapping[str, Any]) -> bool:
+    """Whether a rotary layer turns pairs of (1, 0) as the table says, near and far."""
+    dim = layer.dim if hasattr(layer, "dim") else layer.dims
+    table, factor = frequencies(rope, round(dim / rope["partial_rotary_factor"]))
+    if len(table) != dim // 2:
+        return False
+    pairs = mx.stack([mx.ones(dim // 2), mx.zeros(dim // 2)], axis=-1)  # [pairs, 2]
+    traditional = getattr(layer, "traditional", False)
+    x = (pairs if traditional else pairs.T).reshape(1, 1, 1, dim)
+    for position in (1, 1000):
+        got = np.array(layer(x, offset=position)).reshape((dim // 2, 2) if traditional else (2, dim // 2))
+        got = got if traditional else got.T
+        want = factor * np.stack([np.cos(position * table), np.sin(position * table)], axis=-1)
+        if not abs(got - want).max() < 2e-3:  # float32 angles at position 1000 are off by less
+            return False
+    return True

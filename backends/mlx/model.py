@@ -11,6 +11,7 @@ an offset per row, where the self-test found that the model takes that; else one
 """
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,13 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.utils import logging as transformers_logging
 
+from kvarn.adapter import read_adapter
 from kvarn.backend import LoadOptions
+from kvarn.backends.mlx.adapter import apply_adapter
 from kvarn.backends.mlx.config import check_rope, mlx_lm_overrides
 from kvarn.checkpoint import check_files, check_memory, eos_token_ids, first_line
 from kvarn.errors import BackendError, CapacityError, CheckpointError, ModelError, UnsupportedModelError, UsageError
+from kvarn.rope_scaling import apply, describe
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -227,16 +231,39 @@ def _logits(output: Any) -> array:
     return logits
 
 
-def read_config(model_dir: Path) -> dict[str, Any]:
-    """config.json with the defaults that transformers knows for its model type; ModelError when it cannot be used."""
+def read_config(model_dir: Path, rope_scaling: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """config.json with a RoPE override, and with the defaults that transformers knows for its model type.
+
+    ModelError when it cannot be used, UnsupportedModelError when the override is not what would be computed.
+    """
+    return _read_configs(model_dir, rope_scaling)[1]
+
+
+def _read_configs(model_dir: Path, rope_scaling: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json with the override alone, and with transformers' defaults too."""
     transformers_logging.set_verbosity_error()
+    path = model_dir / "config.json"
     raw = _read_json(model_dir)
-    if raw.get("model_type") not in CONFIG_MAPPING:
-        return raw  # mlx-lm may know it, and says so otherwise
+    known = raw.get("model_type") in CONFIG_MAPPING  # mlx-lm may know it otherwise, and says so if not
+    full = _with_defaults(model_dir, raw, f"{path} cannot be used") if known else raw
+    if rope_scaling is None:
+        return raw, full
+    full = raw = apply(raw, rope_scaling, full)
+    if known:
+        with tempfile.TemporaryDirectory() as folder:  # read as if config.json said it
+            (Path(folder) / path.name).write_text(json.dumps(raw))
+            full = _with_defaults(Path(folder), raw, f"{raw['model_type']} does not take this --rope-scaling")
+        full["_name_or_path"] = str(model_dir)
+    if describe(full) != describe(raw):
+        raise UnsupportedModelError(f"transformers' {raw['model_type']} does not take this --rope-scaling")
+    return raw, full
+
+
+def _with_defaults(folder: Path, raw: Mapping[str, Any], fault: str) -> dict[str, Any]:
     try:
-        full = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False).to_dict()
+        full = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).to_dict()
     except Exception as error:  # each family checks its fields in its own way
-        raise ModelError(f"{model_dir / 'config.json'} cannot be used: {first_line(error)}") from error
+        raise ModelError(f"{fault}: {first_line(error)}") from error
     return {**raw, **{name: value for name, value in full.items() if value is not None or name not in raw}}
 
 
@@ -270,7 +297,8 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
     stray = sorted({path.name for path in model_dir.glob("model*.safetensors")} - named)
     if stray:
         raise CheckpointError(f"{model_dir} holds {stray[0]}, which its index does not name; move it away")
-    config = read_config(model_dir)
+    raw, config = _read_configs(model_dir, options.rope_scaling)
+    adapter = None if options.adapter is None else read_adapter(options.adapter)
     if "model_file" in config:
         raise UnsupportedModelError(
             f"{model_dir.name} brings code of its own ({config['model_file']}), which is never run; use another model"
@@ -279,8 +307,9 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
     check_memory(shards, _itemsize(options.dtype, config, device), available_bytes(device), device)
     with mx.stream(mx.Device(mx.gpu if device == "gpu" else mx.cpu)):
         try:
-            raw = _read_json(model_dir)
-            overrides = mlx_lm_overrides(raw, config, _other_names(raw))
+            own = _read_json(model_dir)
+            overrides = {name: x for name, x in raw.items() if name not in own or own[name] != x}
+            overrides |= mlx_lm_overrides(raw, config, _other_names(raw))
             module, _ = mlx_lm_load_model(model_dir, strict=True, model_config=overrides)
             vocab_size = _logits(module(mx.zeros((1, 1), mx.int32))).shape[-1]  # a shape alone computes nothing
         except SystemExit as error:  # olmo.py leaves the process when a package is missing
@@ -292,8 +321,10 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
                 ) from error
             kind = CheckpointError if _about_tensors(error) else ModelError
             raise kind(f"{model_dir.name} cannot be loaded: {_named(error)}") from error
-        check_rope(config, getattr(module, "language_model", module).args)
+        check_rope(config, module)
         dtype = _cast(module, options.dtype, device)
+        if adapter is not None:
+            apply_adapter(module, adapter, dtype)
         mx.eval(_weights(module))
     return LoadedModel(
         module=module,

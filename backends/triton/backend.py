@@ -17,12 +17,13 @@ from kvarn.capacity import pool_size
 from kvarn.errors import BackendError
 from kvarn.format import Preset
 from kvarn.model_plan import plan_model
+from kvarn.rope_scaling import describe
 from kvarn.step import StepPlan, StepResult
 
 
 def load(model_dir: Path, preset: Preset | None, options: LoadOptions) -> "TorchBackend":
     """Load a model folder; the layer plan is made, and can refuse, before any weight is read."""
-    plan_model(read_config(model_dir).to_dict(), preset)
+    plan_model(read_config(model_dir, options.rope_scaling).to_dict(), preset)
     model = load_model(model_dir, options)
     backend = TorchBackend(model, preset)
     self_test(model, backend.info.plan, _attend_own)
@@ -56,6 +57,7 @@ class TorchBackend:
             device=model.device,
             weight_bytes=model.weight_bytes,
             eos_token_ids=model.eos_token_ids,
+            rope=describe(model.config),
         )
         self.pool_size = pool_size(plan, model.dtype.itemsize)
         self._pool: Pool | None = None

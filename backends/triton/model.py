@@ -6,6 +6,8 @@ reads each layer's window off the model's own mask, and refuses the model by nam
 passed a keyword that we do not honour, or gave other logits.
 """
 
+import json
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +25,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from kvarn.adapter import read_adapter
 from kvarn.backend import LoadOptions
+from kvarn.backends.triton.adapter import apply_adapter
 from kvarn.checkpoint import check_files, check_memory, eos_token_ids, first_line
 from kvarn.errors import (
     BackendError,
@@ -35,6 +39,7 @@ from kvarn.errors import (
     UsageError,
 )
 from kvarn.model_plan import Layer, ModelPlan
+from kvarn.rope_scaling import apply, describe, frequencies
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -170,17 +175,26 @@ class LoadedModel:
         return logits if len(logits) == len(rows) else logits[rows]  # some families return every token's logits
 
 
-def read_config(model_dir: Path) -> Any:
-    """The model's configuration as transformers understands it; ModelError when it does not, or is quantized."""
+def read_config(model_dir: Path, rope_scaling: Mapping[str, Any] | None = None) -> Any:
+    """The model's configuration as transformers understands it, with a RoPE override.
+
+    ModelError when transformers does not understand it, or the weights are quantized; UnsupportedModelError when the
+    override is not what the model would compute with.
+    """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     path = model_dir / "config.json"
     if not path.is_file():
         raise ModelError(f"{model_dir} has no config.json; is this the folder of a model?")
-    try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # each family checks its fields in its own way
-        raise ModelError(f"{path} cannot be used: {first_line(error)}") from error
+    config = _auto_config(model_dir, f"{path} cannot be used")
+    if rope_scaling is not None:
+        wanted = apply(json.loads(path.read_text()), rope_scaling, config.to_dict())
+        with tempfile.TemporaryDirectory() as folder:  # read as if config.json said it
+            (Path(folder) / path.name).write_text(json.dumps(wanted))
+            config = _auto_config(Path(folder), f"{config.model_type} does not take this --rope-scaling")
+        config.name_or_path = str(model_dir)
+        if describe(config.to_dict()) != describe(wanted):
+            raise UnsupportedModelError(f"transformers' {config.model_type} does not take this --rope-scaling")
     quantized = getattr(config, "quantization_config", None)
     if quantized is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
@@ -191,6 +205,13 @@ def read_config(model_dir: Path) -> Any:
     return config
 
 
+def _auto_config(folder: Path, fault: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each family checks its fields in its own way
+        raise ModelError(f"{fault}: {first_line(error)}") from error
+
+
 def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
     """Load every tensor of a checkpoint, or refuse by name.
 
@@ -198,7 +219,8 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
     keeps transformers from loading it.
     """
     shards = check_files(model_dir)
-    config = read_config(model_dir)
+    config = read_config(model_dir, options.rope_scaling)
+    adapter = None if options.adapter is None else read_adapter(options.adapter)
     device = _device(options.device)
     dtype = _dtype(options.dtype, config, device)
     check_memory(shards, dtype.itemsize, available_bytes(device), device)
@@ -231,6 +253,10 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
     head = module.get_output_embeddings()
     if head is None:
         raise UnsupportedModelError(f"{model_dir.name} has no language-model head; is this a model that writes text?")
+    if options.rope_scaling is not None:
+        _check_rope(module, config.to_dict())
+    if adapter is not None:
+        apply_adapter(module, adapter)
     unique = {p.data_ptr(): p.nbytes for p in [*module.parameters(), *module.buffers()]}
     return LoadedModel(
         module=module,
@@ -241,6 +267,25 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
         vocab_size=head.weight.shape[0],
         eos_token_ids=eos_token_ids(model_dir, config.to_dict()),
     )
+
+
+def _check_rope(module: Any, config: Mapping[str, Any]) -> None:
+    """UnsupportedModelError unless every rotary table of the model is the one that its configuration asks for."""
+    tables = [x for x in module.modules() if isinstance(getattr(x, "inv_freq", None), Tensor)]
+    rope = describe(config)
+    for table in tables:
+        want, factor = frequencies(rope, round(2 * len(table.inv_freq) / rope["partial_rotary_factor"]))
+        got = table.inv_freq.double().cpu().numpy()
+        if (
+            got.shape != want.shape
+            or abs(got / want - 1).max() > 1e-4
+            or getattr(table, "attention_scaling", 1.0) != factor
+        ):
+            break
+    else:
+        if tables:
+            return
+    raise UnsupportedModelError(f"transformers' {config['model_type']} does not rotate by this --rope-scaling")
 
 
 def available_bytes(device: str) -> int:

@@ -29,8 +29,9 @@ def test_the_answer_alone_is_on_standard_output(demo_dir: Path) -> None:
     lines = result.stderr.splitlines()
     assert all(line.startswith("kvarn: ") for line in lines)
     assert "30 of 30 layers sealed" in lines[0]
-    assert "weights 513.1 MiB" in lines[1]
-    assert "exact would take 360.0 MiB" in lines[1]
+    assert "disk cache" in lines[1]
+    assert "weights 513.1 MiB" in lines[2]
+    assert "exact would take 360.0 MiB" in lines[2]
     assert "prompt 37 tokens" in lines[-1]
     assert "KV held" in lines[-1]
 
@@ -161,7 +162,8 @@ def test_ppl_refuses_what_it_cannot_score(demo_dir: Path, tmp_path: Path) -> Non
     assert "at least 2" in result.stderr
 
 
-def test_pull_prints_the_folder(demo_dir: Path) -> None:
+def test_pull_prints_the_folder(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVARN_CACHE", str(demo_dir.parent.parent))
     result = kvarn("pull", "demo")
     assert result.exit_code == 0
     assert Path(result.stdout.strip()) == demo_dir

@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from small_models import Fed, Logits, build, distance, prompt, run, step
 
+from kvarn import record as records
 from kvarn import reference
 from kvarn.backend import LoadOptions, Record
 from kvarn.backends.mlx import backend as mlx_backend
@@ -23,6 +24,7 @@ from kvarn.backends.mlx.sampling import sample
 from kvarn.backends.triton import backend as torch_backend
 from kvarn.errors import BackendError, CapacityError, RecordError
 from kvarn.format import Preset, SealStatus
+from kvarn.keys import block_key
 from kvarn.step import Failure, SamplingRow, Span, StepPlan
 
 G = 64
@@ -249,6 +251,16 @@ def export(fed: Fed, count: int) -> tuple[Record, list[Record]]:
     return fed.backend.export_sink(fed.first), [fed.backend.export_block(fed.first + i) for i in range(count)]
 
 
+def filed(record: Record) -> Record:
+    """The record after a way through a file."""
+    tokens = tuple(range(G))
+    parent = bytes(32)
+    meta = records.BlockMeta(
+        key=block_key(parent, tokens), parent=parent, tokens=tokens, fingerprint=bytes(32), format="f"
+    )
+    return records.parse(records.build(meta, record))[1]
+
+
 def assert_same_record(got: Record, want: Record) -> None:
     assert got.dtype == want.dtype
     assert got.exact.keys() == want.exact.keys()
@@ -268,7 +280,7 @@ def assert_same_record(got: Record, want: Record) -> None:
 def test_records_carry_a_prefix_into_another_backend(
     models: dict[str, MlxBackend], llama_dir: Path, mixed_dir: Path, model: str, preset: Preset, way: str
 ) -> None:
-    """Both ways between MLX and torch, with the same logits within float32 rounding."""
+    """Both ways between MLX and torch, through a file, with the same logits within float32 rounding."""
     torch = torch_backend.load({"llama": llama_dir, "mixed": mixed_dir}[model], preset, OPTIONS)
     torch.allocate(20, 20)
     one, other = (torch if x == "torch" else fresh(models[model], preset) for x in way.split(" to "))
@@ -276,9 +288,9 @@ def test_records_carry_a_prefix_into_another_backend(
     source, target = Fed(one, tokens), Fed(other, tokens, first=5, at=5 * G)
     run(one, source.span(5 * G))
     sink, blocks = export(source, 4)
-    other.adopt_sink(sink, 5)
+    other.adopt_sink(filed(sink), 5)
     for i, record in enumerate(blocks):
-        other.adopt_block(record, 5 + i)
+        other.adopt_block(filed(record), 5 + i)
     for i, record in enumerate(blocks):
         assert_same_record(other.export_block(5 + i), record)
     assert_same_record(other.export_sink(5), sink)

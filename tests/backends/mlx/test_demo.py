@@ -20,6 +20,7 @@ from kvarn.backends.triton import ops as torch_ops
 from kvarn.backends.triton.backend import TorchBackend
 from kvarn.engine import Engine, EngineConfig
 from kvarn.format import Preset
+from kvarn.keys import layer_names
 from kvarn.request import RequestParams
 from kvarn.serve.tokenizer import Tokenizer
 
@@ -73,6 +74,15 @@ def greedy(backend: Backend, prompt: tuple[int, ...], count: int) -> list[int]:
     engine = Engine(backend, EngineConfig(context=len(prompt) + count, prefill_chunk=100))
     events = engine.stream(RequestParams(prompt=prompt, max_tokens=count))
     return [event.token for event in events if event.token is not None]
+
+
+def test_blocks_are_named_alike_on_both_backends(demo_dir: Path, on_torch: TorchBackend) -> None:
+    """What a backend adds to a fingerprint: the layer plan, the dtype and the RoPE in use."""
+    infos = [x.info for x in (on_torch, mlx_backend.load(demo_dir, G64, OPTIONS))]
+    assert len({layer_names(info.plan) for info in infos}) == len({info.dtype for info in infos}) == 1
+    assert (
+        infos[0].rope == infos[1].rope == {"rope_type": "default", "rope_theta": 100000.0, "partial_rotary_factor": 1.0}
+    )
 
 
 def test_greedy_text_is_that_of_torch(demo_dir: Path, on_torch: TorchBackend, prompt: tuple[int, ...]) -> None:

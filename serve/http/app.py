@@ -1,0 +1,162 @@
+"""The application: which path does what, behind which checks."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvarn import __version__
+from kvarn.serve.http import errors
+from kvarn.serve.http.chat import chat
+from kvarn.serve.http.completions import completions
+from kvarn.serve.http.metrics import CONTENT_TYPE
+from kvarn.serve.http.params import check_model, encode, encode_messages
+from kvarn.serve.http.schema import ChatBody, CompletionBody, TokenizeBody
+from kvarn.serve.http.security import Security, check_body, check_key, check_site, guard
+from kvarn.serve.http.service import Served, Service
+
+_log = logging.getLogger("kvarn.http")
+_NEEDS_MODEL = ("/v1/", "/tokenize")
+
+
+def create_app(service: Service, security: Security) -> ASGIApp:
+    """The ASGI application of one server."""
+    app: ASGIApp = _routes(service)
+    app = guard(app, _check_status(service))
+    app = guard(app, check_body(service.limits.max_body_bytes, service.limits.timeout))
+    app = guard(app, check_key(security))
+    if security.cors_origins:
+        app = CORSMiddleware(
+            app, allow_origins=list(security.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    app = guard(app, check_site(security))
+    return _counted(app, service)
+
+
+def _routes(service: Service) -> FastAPI:
+    app = FastAPI(title="KVarN", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    errors.install(app)
+
+    @app.post("/v1/chat/completions")
+    async def post_chat(body: ChatBody, request: Request) -> Response:
+        return await chat(service, request, body)
+
+    @app.post("/v1/completions")
+    async def post_completions(body: CompletionBody, request: Request) -> Response:
+        return await completions(service, request, body)
+
+    @app.get("/v1/models")
+    async def get_models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service.check_ready())]}
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> dict[str, Any]:
+        served = service.check_ready()
+        check_model(served, name)
+        return _model(served)
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        served = service.check_ready()
+        if body.model is not None:
+            check_model(served, body.model)
+        if body.messages is not None:
+            tokens = await encode_messages(served, body.messages)
+        else:
+            text = body.prompt or ""
+            tokens = await encode(lambda: served.tokenizer.encode(text), "prompt")
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": served.context}
+
+    @app.get("/health")
+    async def health() -> Response:
+        code = 200 if service.status == "ready" else 503
+        return JSONResponse({"status": service.status}, code)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/v1/cache")
+    def cache() -> dict[str, Any]:
+        return _cache(service.check_ready())
+
+    return app
+
+
+def _model(served: Served) -> dict[str, Any]:
+    return {
+        "id": served.id,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "kvarn",
+        "aliases": list(served.names[1:]),
+        "max_model_len": served.context,
+    }
+
+
+def _cache(served: Served) -> dict[str, Any]:
+    """What the prefix cache holds, and how many tokens of prompts it gave (hits) or had to be computed (misses)."""
+    scheduler = served.engine.scheduler
+    counters = scheduler.counters
+    memory = {}
+    for what, pool in (("blocks", scheduler.blocks), ("slots", scheduler.slots)):
+        held, kept = pool.num_held, pool.num_kept
+        memory[what] = {"size": pool.size, "held": held, "kept": kept, "free": pool.size - held - kept}
+    return {
+        "object": "cache",
+        "tile_tokens": scheduler.config.tile_tokens,
+        "memory": {"tiles": len(scheduler.cache), **memory},
+        "hit_tokens": counters.cached_tokens + counters.restored_tokens,
+        "computed_tokens": counters.computed_tokens,
+        "preemptions": counters.preemptions,
+        "report": served.engine.cache_report(),
+    }
+
+
+def _check_status(service: Service) -> Callable[[Scope, Receive], Awaitable[Receive]]:
+    async def check(scope: Scope, receive: Receive) -> Receive:
+        if scope["path"].startswith(_NEEDS_MODEL):
+            service.check_ready()
+        return receive
+
+    return check
+
+
+def _counted(app: ASGIApp, service: Service) -> ASGIApp:
+    """Count every answer by endpoint and code; a fault of ours ends its request and nothing else."""
+
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        started = False
+
+        async def count(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                service.metrics.requests.labels(endpoint(scope["path"]), str(message["status"])).inc()
+            await send(message)
+
+        try:
+            await app(scope, receive, count)
+        except Exception:
+            _log.exception("a request failed")
+            if not started:
+                await errors.error_response(errors.fault())(scope, receive, count)
+
+    return counted
+
+
+_PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/health", "/metrics", "/v1/cache"}
+
+
+def endpoint(path: str) -> str:
+    """A path's label in the metrics; unknown ones share one."""
+    if path in _PATHS:
+        return path
+    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"

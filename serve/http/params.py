@@ -1,0 +1,88 @@
+"""From the fields of a request to the engine's parameters; everything is checked before the engine sees it."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvarn.errors import UsageError
+from kvarn.request import RequestParams
+from kvarn.sampling import SamplingParams
+from kvarn.serve.http.errors import ApiError, from_kvarn
+from kvarn.serve.http.schema import Generation, Message
+from kvarn.serve.http.service import Served, Service
+
+T = TypeVar("T")
+
+
+def check_model(served: Served, name: str) -> None:
+    """ApiError 404 for a model that is not served under this name."""
+    if name not in served.names:
+        raise ApiError(
+            404,
+            f"the model {name[:200]!r} is not served here; use {served.id!r}",
+            code="model_not_found",
+            param="model",
+        )
+
+
+async def encode(tokenize: Callable[[], T], param: str) -> T:
+    """Run the tokenizer beside the event loop; a text that it or the chat template refuses is ApiError 400."""
+    try:
+        return await asyncio.to_thread(tokenize)
+    except UsageError as error:
+        raise from_kvarn(error, param=param) from error
+
+
+async def encode_messages(served: Served, messages: list[Message]) -> list[int]:
+    """A conversation in the model's chat template. One rule: a last message of the assistant is continued."""
+    if not served.tokenizer.has_chat_template:
+        raise ApiError(
+            400,
+            f"{served.id} has no chat template; send the text to /v1/completions",
+            code="no_chat_template",
+            param="messages",
+        )
+    continues = messages[-1].role == "assistant"
+    conversation = [message.for_template for message in messages]
+    return await encode(lambda: served.tokenizer.encode_chat(conversation, continue_final=continues), "messages")
+
+
+def request_params(
+    service: Service,
+    body: Generation,
+    prompt: list[int],
+    *,
+    max_tokens: int | None,
+    logprobs: int,
+    tenant: str,
+    param: str,
+) -> RequestParams:
+    """The engine's parameters for one prompt; ApiError 400 for what does not fit. `param` is the prompt's field."""
+    served = service.check_ready()
+    service.check_prompt(prompt, param)
+    service.check_ids(list(body.logit_bias), "logit_bias")
+    try:
+        return RequestParams(
+            prompt=tuple(prompt),
+            max_tokens=served.context if max_tokens is None else min(max_tokens, served.context),
+            sampling=SamplingParams(
+                temperature=body.temperature,
+                top_k=max(body.top_k, 0),
+                top_p=body.top_p,
+                min_p=body.min_p,
+                repetition_penalty=body.repetition_penalty,
+                presence_penalty=body.presence_penalty,
+                frequency_penalty=body.frequency_penalty,
+                logit_bias=body.logit_bias,
+                logprobs=logprobs,
+                seed=secrets.randbits(63) if body.seed is None else body.seed,
+            ),
+            n=body.n,
+            stop_token_ids=served.stop_token_ids,
+            stop=body.stop,
+            text=served.tokenizer.stream,
+            tenant=tenant,
+        )
+    except UsageError as error:
+        raise from_kvarn(error, param=param) from error

@@ -1,0 +1,315 @@
+"""The bodies of requests: a field is supported, accepted because it cannot change the answer, or refused by name."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_ANSWERS = 128  # of one request: prompts times n
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+
+ACCEPTED = (
+    "cache_control",
+    "metadata",
+    "parallel_tool_calls",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+"""Fields of a request that cannot change the answer here; any value is accepted."""
+
+_TOOLS = "this server calls no tools"
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), "this server answers with text only"),
+    "function_call": (("none",), _TOOLS),
+    "functions": (([],), _TOOLS),
+    "modalities": ((["text"],), "this server answers with text only"),
+    "reasoning_effort": ((), "this server does not steer reasoning"),
+    "response_format": (({"type": "text"},), "this server does not constrain its answers"),
+    "suffix": (("",), "this server does not fill in the middle"),
+    "tool_choice": (("none",), _TOOLS),
+    "tools": (([],), _TOOLS),
+    "verbosity": (("medium",), "this server does not steer verbosity"),
+    "web_search_options": ((), "this server does not search"),
+}
+"""Fields that would change the answer and are not supported: the values that ask for nothing, and the reason."""
+
+_MESSAGE_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "annotations": (([],), "only text is supported"),
+    "audio": ((), "only text is supported"),
+    "function_call": ((), _TOOLS),
+    "reasoning_content": (("",), "only text is supported"),
+    "refusal": ((), "send it as content"),
+    "tool_calls": (([],), _TOOLS),
+}
+
+
+def fault(param: str | None, text: str, code: str = "invalid_value") -> PydanticCustomError:
+    """A refusal that kvarn.serve.http.errors turns into a sentence about `param`."""
+    return PydanticCustomError("kvarn_field", "{text}", {"text": text, "param": param, "code": code})
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise fault(
+            None, "a string holds half of a surrogate pair, which is not valid Unicode; send whole characters"
+        ) from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    accepted: ClassVar[tuple[str, ...]] = ()
+    refused: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, data: Any) -> Any:
+        """Take out nulls and what cannot change the answer; refuse by name what would, and what is unknown."""
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if value is None or name in cls.accepted:
+                continue
+            if name in cls.refused:
+                neutral, reason = cls.refused[name]
+                if value not in neutral:
+                    raise fault(name, f"{name} is not supported: {reason}; leave it out", "unsupported_parameter")
+                continue
+            if name not in cls.model_fields:
+                raise fault(name, f"unknown field {name[:64]!r}; leave it out", "unknown_parameter")
+            kept[name] = value
+        return kept
+
+
+def _content(value: Any) -> str:
+    """A message's text: a string, or text parts, which are joined by line breaks."""
+    if isinstance(value, str):
+        return _unicode(value)
+    if not isinstance(value, list) or not value:
+        raise fault(None, "content must be a string or a list of text parts", "invalid_type")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise fault(
+                None, f"content parts of type {str(kind)[:64]!r} are not supported; send text", "unsupported_content"
+            )
+        unknown = {name for name, x in part.items() if x is not None} - {"type", "text", "cache_control"}
+        if unknown or not isinstance(part.get("text"), str):
+            raise fault(None, 'a text part is {"type": "text", "text": a string}', "invalid_type")
+        texts.append(_unicode(part["text"]))
+    return "\n".join(texts)
+
+
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+Content = Annotated[
+    str,
+    PlainValidator(_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]}),
+]
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise fault(None, "stop must be a string or a list of strings", "invalid_type")
+    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
+        raise fault(None, f"stop takes up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
+    return tuple(_unicode(stop) for stop in stops)
+
+
+Stops = Annotated[
+    tuple[str, ...],
+    PlainValidator(_stops),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS}]}
+    ),
+]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """One prompt or several, each a string or token ids."""
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    if not isinstance(prompts, list) or not prompts:
+        raise fault(
+            None, "prompt must be a string, a list of strings, token ids, or a list of token ids", "invalid_type"
+        )
+    if len(prompts) > MAX_ANSWERS:
+        raise fault(None, f"prompt holds {len(prompts)} prompts; send {MAX_ANSWERS} or fewer")
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not _is_ids(prompt):
+            raise fault(None, "every prompt must be a string, or token ids (at least one)", "invalid_type")
+        if isinstance(prompt, str):
+            _unicode(prompt)
+    return prompts
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                _IDS,
+                {"type": "array", "items": _IDS, "minItems": 1},
+            ]
+        }
+    ),
+]
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise fault(None, f"logit_bias must be an object of up to {MAX_BIASES} token ids with a number each")
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise fault(None, f"logit_bias: {token[:64]!r} is no token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -1000 <= bias <= 1000:
+            raise fault(None, f"logit_bias of token {token} must be a number from -1000 to 1000")
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+Biases = Annotated[
+    dict[int, float],
+    PlainValidator(_biases),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -1000, "maximum": 1000}}),
+]
+
+
+class StreamOptions(_Strict):
+    """stream_options. Obfuscation only pads chunks, which this server never does."""
+
+    accepted = ("include_obfuscation",)
+    include_usage: bool = False
+
+
+class Generation(_Strict):
+    """What /v1/chat/completions and /v1/completions share."""
+
+    accepted = ACCEPTED
+    refused = _REFUSED
+    model: Text
+    max_tokens: int | None = Field(None, ge=0)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, description="0 and -1 mean all tokens")
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-100, le=100)
+    frequency_penalty: float = Field(0.0, ge=-100, le=100)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    logit_bias: Biases = Field(default_factory=dict)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    n: int = Field(1, ge=1, le=MAX_ANSWERS)
+    stop: Stops = ()
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise fault("stream_options", "stream_options goes with stream: true; leave it out, or stream")
+        return self
+
+
+class Message(_Strict):
+    """One message of a conversation."""
+
+    accepted = ("cache_control",)
+    refused = _MESSAGE_REFUSED
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content
+    name: Text | None = None
+    tool_call_id: Text | None = None
+
+    @property
+    def for_template(self) -> dict[str, str]:
+        """As chat templates know it: developer is the newer name of system."""
+        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        extra = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return message | {name: text for name, text in extra.items() if text is not None}
+
+
+class ChatBody(Generation):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _chat(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise fault("top_logprobs", "top_logprobs goes with logprobs: true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise fault("max_tokens", "max_tokens and max_completion_tokens differ; send one of them")
+        return self
+
+
+class CompletionBody(Generation):
+    """POST /v1/completions. Without max_tokens an answer has up to 16 tokens, as at OpenAI."""
+
+    prompt: Prompts
+    max_tokens: int = Field(16, ge=0)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    best_of: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _completion(self) -> Self:
+        if self.best_of is not None and self.best_of != self.n:
+            raise fault(
+                "best_of", f"best_of {self.best_of} is not n = {self.n}; this server does not choose among answers"
+            )
+        if self.echo and self.logprobs is not None:
+            raise fault(
+                "logprobs", "logprobs of the prompt (echo with logprobs) are not supported; leave out one of them"
+            )
+        if len(self.prompt) * self.n > MAX_ANSWERS:
+            raise fault(
+                "n", f"{len(self.prompt)} prompts with n = {self.n} are more than {MAX_ANSWERS} answers; send fewer"
+            )
+        if self.n > 1 and self.max_tokens == 0:
+            raise fault("n", "n above 1 needs max_tokens above 0")
+        return self
+
+
+class TokenizeBody(_Strict):
+    """POST /tokenize: a text, or a conversation in the model's chat template."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise fault("prompt", "send one of prompt and messages")
+        return self
