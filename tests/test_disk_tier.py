@@ -1,8 +1,11 @@
 """The store behind the prefix cache: what was computed comes back whole, and nothing else ever does."""
 
+import errno
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from fake_backend import VOCAB, FakeBackend, next_token
@@ -15,6 +18,7 @@ from kvarn.keys import Fingerprint, format_name, layer_names
 from kvarn.record import parse
 from kvarn.request import Request, RequestParams
 from kvarn.store import BlockMeta, MemoryStore
+from kvarn.store_disk import DiskStore
 
 SMALL = Preset(tile_tokens=64)
 PRESETS = [SMALL, None]
@@ -279,3 +283,129 @@ def test_closing_ends_both_threads(start: Start) -> None:
     assert threading.active_count() == before + 2
     engine.close()
     assert threading.active_count() == before
+
+
+# Over a real folder.
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Start an engine with empty pools over the same folder."""
+    engines: list[Engine] = []
+
+    def begin(budget: int = 1 << 30) -> Engine:
+        backend = FakeBackend(SMALL)
+        store = DiskStore(tmp_path, budget, fingerprint=fingerprint().root())
+        config = EngineConfig(context=1024, prefill_chunk=128, max_sequences=4, blocks=64, slots=48)
+        engines.append(Engine(backend, config, tier=DiskTier(store, backend, fingerprint())))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.close()
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("where", ["at 0", "in the header", "at n-1", "flipped", "gone"])
+def test_every_file_damaged_gives_the_right_answer_all_the_same(
+    on_disk: Callable[..., Engine], tmp_path: Path, where: str
+) -> None:
+    first = on_disk()
+    answer(first, prompt(500))
+    first.close()
+    assert len(files(tmp_path)) == 7
+    for file in files(tmp_path):
+        data = file.read_bytes()
+        cut = {"at 0": b"", "in the header": data[:100], "at n-1": data[:-1]}
+        if where == "gone":
+            file.unlink()
+        else:
+            file.write_bytes(cut.get(where, data[:-7] + bytes([data[-7] ^ 8]) + data[-6:]))
+    again = on_disk()
+    assert answer(again, prompt(500)).num_cached_tokens == 0
+    again.close()
+    cached = []
+    for _ in range(8):  # a block that was not reached by the restore is found out by the next one
+        engine = on_disk()
+        cached.append(answer(engine, prompt(500)).num_cached_tokens)
+        engine.close()
+    assert cached == sorted(cached)
+    assert cached[-1] == 448
+
+
+def test_a_missing_file_in_the_middle_of_a_chain_ends_the_restore_there(
+    on_disk: Callable[..., Engine], tmp_path: Path
+) -> None:
+    first = on_disk()
+    answer(first, prompt(500))
+    keys = list(first.scheduler.cache._places)
+    first.close()
+    [middle] = [file for file in files(tmp_path) if file.stem == keys[3].hex()]
+    middle.unlink()
+    assert answer(on_disk(), prompt(500)).num_cached_tokens == 192
+
+
+def test_the_index_may_go_or_be_rubbish_between_two_runs(on_disk: Callable[..., Engine], tmp_path: Path) -> None:
+    for change in (lambda x: x.unlink(), lambda x: x.write_bytes(b"rubbish" * 1000)):
+        engine = on_disk()
+        answer(engine, prompt(500))
+        engine.close()
+        [index] = tmp_path.rglob("index.sqlite")
+        change(index)
+        assert answer(on_disk(), prompt(500)).num_cached_tokens == 448
+
+
+def test_a_budget_for_two_blocks_is_kept_and_changes_no_answer(on_disk: Callable[..., Engine], tmp_path: Path) -> None:
+    big = on_disk()
+    for seed in (1, 2, 3):
+        answer(big, prompt(900, seed))
+    big.close()
+    budget = 400_000
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) > budget
+    engine = on_disk(budget)
+    for seed in range(6):
+        answer(engine, prompt(500, seed))
+        assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) <= budget
+    assert answer(engine, prompt(900)).num_cached_tokens <= 896
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_stops_the_writing_and_nothing_else(
+    on_disk: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    engine = on_disk()
+
+    def failing(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", failing)
+    answer(engine, prompt(500))
+    engine.close()
+    monkeypatch.undo()
+    assert not files(tmp_path)
+    engine = on_disk()
+    assert answer(engine, prompt(500)).num_cached_tokens == 0
+    engine.close()
+    assert answer(on_disk(), prompt(500)).num_cached_tokens == 448
+
+
+def test_two_engines_on_one_folder_at_once(on_disk: Callable[..., Engine]) -> None:
+    engines = [on_disk(1_500_000) for _ in range(2)]
+    failed: list[BaseException] = []
+
+    def work(engine: Engine, first: int) -> None:
+        try:
+            for seed in range(first, first + 12):
+                answer(engine, prompt(500, seed % 9))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(engine, i * 5)) for i, engine in enumerate(engines)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
