@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,11 @@ class _Group(click.Group):
         except KvarnError as error:
             say(f"error: {error}")
             ctx.exit(error.exit_code)
+
+
+# Threads of torch that wait for each other spin by default, and as soon as another program uses a core they mostly spin:
+# on two busy cores a decode step took ten times as long. libgomp reads this when torch is loaded, which is later.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -158,6 +158,7 @@ async def _serve(
         proxy_headers=False,
         server_header=False,
         timeout_graceful_shutdown=1,
+        timeout_keep_alive=75,  # longer than clients keep a connection: else one asks just as it is closed
     )
     server = _Server(config, stop)
     serving = asyncio.create_task(server.serve(sockets=[sock]))

@@ -1,10 +1,13 @@
 """Fixtures that several test files share."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from kvarn.serve.models import resolve
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does, see kvarn.serve.cli
 
 
 @pytest.fixture(scope="session")

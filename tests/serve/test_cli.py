@@ -189,3 +189,12 @@ def test_the_readme_names_no_option_that_does_not_exist() -> None:
             known = {flag for param in command.params for flag in [*param.opts, *param.secondary_opts]} | {"--help"}
             used = {word for word in words[2:] if word.startswith("-")}
             assert used <= known, f"README: {line.strip()}"
+
+
+def test_waiting_threads_sleep_and_that_is_set_before_torch_is_loaded() -> None:
+    code = (
+        "import os, sys; os.environ.pop('OMP_WAIT_POLICY', None); import kvarn.serve.cli; "
+        "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "PASSIVE False\n"
