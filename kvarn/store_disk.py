@@ -11,7 +11,6 @@ import re
 import secrets
 import shutil
 import sqlite3
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from typing import TypeVar
 
 from kvarn.errors import KvarnError, RecordError, UsageError
 from kvarn.record import BlockMeta, parse, peek
+from kvarn.store_files import is_dead, is_folder, is_plain, private_folder, read_file, write_file
 from kvarn.store_index import FILES, LOG_BYTES, MARKER, Entry, FingerprintStats, Index, is_full, own_bytes
 from kvarn.store_shared import BusyError, SharedIndex
 
@@ -128,11 +128,11 @@ class DiskStore:
         """Whether the index lists the block; where there is no index, whether its file is there."""
         if self._closed:
             return False
-        return self._shared.read(lambda index: index.contains(key), lambda: _is_plain(self._block(key)))
+        return self._shared.read(lambda index: index.contains(key), lambda: is_plain(self._block(key)))
 
     def put(self, meta: BlockMeta, data: bytes) -> bool:
         """Put a block if it is absent, evicting others for it. True when it is there afterwards; raises no OSError."""
-        if self.contains(meta.key) and _is_plain(self._block(meta.key)):
+        if self.contains(meta.key) and is_plain(self._block(meta.key)):
             self._touch(meta.key)
             return True
         if self._closed or self.paused or len(data) > self.budget_bytes:
@@ -144,7 +144,7 @@ class DiskStore:
         if not self.contains(key):
             return None
         try:
-            data = _read_file(self._block(key))
+            data = read_file(self._block(key))
         except FileNotFoundError:
             self._try(lambda index: self._forget(index, key), None, timeout=0.2)
             return None
@@ -182,7 +182,7 @@ class DiskStore:
 
         def work(index: Index) -> None:
             if not os.path.lexists(path) and self._make_room(index, len(data)):
-                _write_file(path, data)
+                write_file(path, data)
                 self._list(index, path, "description")
 
         if not self.paused:
@@ -193,7 +193,7 @@ class DiskStore:
         found = {}
         for path, match in self._named("fingerprints", _DESCRIPTION):
             with suppress(OSError, UnicodeDecodeError):
-                found[bytes.fromhex(match[1])] = _read_file(path).decode()
+                found[bytes.fromhex(match[1])] = read_file(path).decode()
         return found
 
     # For the command line.
@@ -228,7 +228,7 @@ class DiskStore:
         good, bad, unreadable = 0, {}, {}
         for entry in self.entries():
             try:
-                meta, _ = parse(_read_file(self._block(entry.key)))
+                meta, _ = parse(read_file(self._block(entry.key)))
                 if meta.key != entry.key:
                     raise RecordError("the record is another block's")
                 good += 1
@@ -285,7 +285,7 @@ class DiskStore:
     def _put(self, index: Index, meta: BlockMeta, data: bytes) -> bool:
         path = self._block(meta.key)
         if os.path.lexists(path):
-            if not _is_plain(path):
+            if not is_plain(path):
                 return False
             if self._adopt(index, path, meta.key):
                 return True
@@ -294,9 +294,9 @@ class DiskStore:
         reachable = meta.parent == meta.fingerprint or index.has(meta.parent)
         if not reachable and index.held_bytes() + len(data) > self.budget_bytes:
             return False
-        if not _private_folder(path.parent) or not self._make_room(index, len(data), protect=meta.parent):
+        if not private_folder(path.parent) or not self._make_room(index, len(data), protect=meta.parent):
             return False
-        _write_file(path, data)
+        write_file(path, data)
         index.insert(meta, size=len(data), created=self._clock())
         self._make_room(index, 0, protect=meta.key)  # the index may have grown
         return True
@@ -320,7 +320,7 @@ class DiskStore:
         index.delete(key)
         path = self._block(key)
         target = self.folder / "quarantine" / f"{key.hex()}.{secrets.token_hex(8)}.bad"
-        if _is_plain(path) and _private_folder(target.parent):
+        if is_plain(path) and private_folder(target.parent):
             path.rename(target)
             self._list(index, target, "quarantine", reason)
 
@@ -339,7 +339,7 @@ class DiskStore:
             if victim is None:
                 return False
             path = self.folder / victim.name if victim.key is None else self._block(victim.key)
-            if _is_plain(path):
+            if is_plain(path):
                 path.unlink(missing_ok=True)
             if victim.key is None:
                 index.delete_other(victim.name)
@@ -366,7 +366,7 @@ class DiskStore:
             index.delete(key)
         for folder in (*self._shards(), "fingerprints"):
             for path, match in self._named(folder, _TEMP):
-                if _is_dead(int(match[1])) or time.time() - path.lstat().st_mtime > _TEMP_SECONDS:
+                if is_dead(int(match[1])) or time.time() - path.lstat().st_mtime > _TEMP_SECONDS:
                     path.unlink(missing_ok=True)
                 else:
                     self._list(index, path, "temp")
@@ -434,87 +434,10 @@ class DiskStore:
 
     def _named(self, folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
         """The plain files of a folder of ours whose names match."""
-        if not _is_folder(self.folder / folder):
+        if not is_folder(self.folder / folder):
             return
         with os.scandir(self.folder / folder) as entries:
             for entry in list(entries):
                 match = pattern.fullmatch(entry.name)
                 if match and entry.is_file(follow_symlinks=False):
                     yield Path(entry.path), match
-
-
-def _is_folder(path: Path) -> bool:
-    """Whether a path is a folder itself, not a link to one."""
-    try:
-        return stat.S_ISDIR(path.lstat().st_mode)
-    except OSError:
-        return False
-
-
-def _is_plain(path: Path) -> bool:
-    """Whether a path is a plain file in a plain folder; anything else is not ours."""
-    try:
-        return stat.S_ISREG(path.lstat().st_mode) and _is_folder(path.parent)
-    except OSError:
-        return False
-
-
-def _private_folder(path: Path) -> bool:
-    """Make a folder for us alone; False when something else has its name."""
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-        _sync_folder(path.parent)
-    return _is_folder(path)
-
-
-def _is_dead(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, OverflowError):
-        pass
-    return False
-
-
-def _read_file(path: Path) -> bytes:
-    """A file's bytes; OSError for a link."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe of that name must not block us
-    try:
-        parts = []
-        while part := os.read(file, 1 << 24):
-            parts.append(part)
-        return b"".join(parts)
-    finally:
-        os.close(file)
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    """Write a file so that it has its name only when it is whole and on disk. Nothing is left after an OSError."""
-    _private_folder(path.parent)
-    temp = path.with_name(f"{path.name[:64]}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
-    made = temp
-    file = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(file, view) :]
-            os.fsync(file)
-        finally:
-            os.close(file)
-        temp.rename(path)
-        made = path
-        _sync_folder(path.parent)
-    except BaseException:
-        with suppress(OSError):
-            made.unlink()
-        raise
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

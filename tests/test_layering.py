@@ -19,7 +19,7 @@ LAYERS = [
     {"block_pool"},
     {"store_writer", "store_disk"},
     {"store_shared"},
-    {"store_index"},
+    {"store_index", "store_files"},
     {"store"},
     {"record", "tier"},
     {"keys"},
