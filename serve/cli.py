@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from kvarn import __version__
 from kvarn.errors import KvarnError, UsageError
@@ -31,7 +32,7 @@ class _Group(click.Group):
             ctx.exit(error.exit_code)
 
 
-# Threads of torch that wait for each other spin by default, and as soon as another program uses a core they mostly spin:
+# Threads of torch that wait for each other spin by default, and when another program uses a core they do little else:
 # on two busy cores a decode step took ten times as long. libgomp reads this when torch is loaded, which is later.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -149,6 +150,63 @@ def run(
     )
     cache = _cache(options)
     run_model(_model(model, options), cache, asked)
+
+
+@main.command()
+@click.argument("model", required=False)
+@click.option("-s", "--system", help="The system prompt.")
+@click.option("-n", "--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("--temp", type=float, default=0.0, show_default=True, help="Temperature; 0 is greedy.")
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--top-k", type=int, default=0, show_default=True, help="0 means all tokens.")
+@click.option("--min-p", type=float, default=0.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--session", metavar="NAME", help="Go on with this conversation, and keep it under this name.")
+@click.option("--url", metavar="URL", help="Talk with this server instead, like http://127.0.0.1:8080.")
+@click.option("--api-key", envvar="KVARN_API_KEY", metavar="KEY", help="The server's key.")
+@_cache_options
+@_model_options
+def chat(
+    model: str | None,
+    system: str | None,
+    max_tokens: int,
+    temp: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    seed: int,
+    session: str | None,
+    url: str | None,
+    api_key: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Talk with MODEL in the terminal: `demo`, a model folder, or a hub id. /help lists the commands.
+
+    With --url, MODEL is a name that the server knows; without it, the server's first model. When standard input is no
+    terminal, each line is a message and the answers alone go to standard output.
+    """
+    if as_json:
+        raise UsageError("chat prints no JSON object; use kvarn run --json")
+    if url is not None:
+        context = click.get_current_context()
+        given = [name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if given:
+            raise UsageError(f"--{given[0].replace('_', '-')} is the server's choice; leave it out with --url")
+    elif model is None:
+        raise UsageError("no model; name one (demo, a folder, a hub id), or a server with --url")
+    from kvarn.sampling import SamplingParams
+    from kvarn.serve.chat.chat import ChatOptions, chat_with_server
+    from kvarn.serve.chat.chat import chat as chat_with_model
+    from kvarn.serve.chat.settings import Settings
+
+    sampling = SamplingParams(temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    asked = ChatOptions(settings=Settings(sampling=sampling, max_tokens=max_tokens), system=system, session=session)
+    if url is not None:
+        chat_with_server(url, api_key, model, asked)
+    elif model is not None:
+        cache = _cache(options)
+        chat_with_model(_model(model, options), cache, asked)
 
 
 def _one_prompt(argument: str | None, option: str | None, file: Path | None) -> str:

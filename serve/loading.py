@@ -20,6 +20,7 @@ from kvarn.checkpoint import check_files
 from kvarn.engine import Engine, EngineConfig
 from kvarn.format import Preset
 from kvarn.identity import weights_identity
+from kvarn.serve.literal import one_line
 from kvarn.serve.models import cache_folder, resolve
 from kvarn.serve.tokenizer import Tokenizer
 from kvarn.tier import NO_TIER, Tier
@@ -63,8 +64,8 @@ class Loaded:
 
 
 def say(text: str) -> None:
-    """One line for the user, on standard error."""
-    click.echo(f"kvarn: {text}", err=True)
+    """One line for the user, on standard error; names in it cannot steer the terminal."""
+    click.echo(f"kvarn: {one_line(text)}", err=True)
 
 
 def size(nbytes: float) -> str:

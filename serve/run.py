@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -15,6 +15,7 @@ from kvarn.identity import tokenizer_identity
 from kvarn.request import RequestParams
 from kvarn.sampling import SamplingParams
 from kvarn.serve.caching import CacheOptions, open_tier
+from kvarn.serve.literal import literal
 from kvarn.serve.loading import Loaded, ModelOptions, load, progress_bar, say, size, start_engine
 from kvarn.serve.models import resolve
 from kvarn.serve.sessions import Session, load_session, save_session
@@ -51,6 +52,8 @@ def run(model: ModelOptions, cache: CacheOptions, options: RunOptions) -> None:
     """Load, answer, report."""
     tokenizer = tokenizer_identity(resolve(model.model, progress=progress_bar())) if options.session else ""
     session = load_session(options.session, tokenizer) if options.session else None
+    if session is not None and not session.tokens:  # kvarn chat leaves one behind after /clear
+        session = None
     loaded = load(model, identify=not cache.no_cache)
     prompt = encode_prompt(loaded, options, session)
     engine, _ = start_engine(loaded, model, open_tier(loaded, model, cache))
@@ -59,7 +62,10 @@ def run(model: ModelOptions, cache: CacheOptions, options: RunOptions) -> None:
     finally:
         engine.close()
     if options.session is not None:
-        save_session(options.session, Session(tokens=(*prompt, *answer.tokens), tokenizer=tokenizer))
+        turn = (len(session.tokens) if session else 0, len(prompt))
+        before = session or Session(tokens=(), tokenizer=tokenizer, system=None if options.raw else options.system)
+        tokens = (*prompt, *answer.tokens)
+        save_session(options.session, replace(before, tokens=tokens, turns=(*before.turns, *turn)))
     report = _report(loaded, engine, answer)
     if options.as_json:
         click.echo(json.dumps(report, ensure_ascii=False))
@@ -138,7 +144,8 @@ def generate(loaded: Loaded, engine: Engine, prompt: list[int], options: RunOpti
 
 def _print(text: str, options: RunOptions) -> None:
     if text and not options.as_json:
-        click.echo(text, nl=False)
+        # Without `color`, click would take escape codes out of what goes to a pipe.
+        click.echo(literal(text) if sys.stdout.isatty() else text, nl=False, color=True)
         sys.stdout.flush()
 
 

@@ -22,6 +22,24 @@ def test_a_session_comes_back_as_it_was_saved() -> None:
     assert [path.name for path in session_path("a").parent.iterdir()] == ["a.json"]
 
 
+def test_turns_and_the_system_prompt_come_back_and_older_files_have_none() -> None:
+    session = Session(tokens=(1, 2, 3, 4), tokenizer="t", turns=(0, 2, 3, 3), system="Be brief.")
+    save_session("a", session)
+    assert load_session("a", "t") == session
+    session_path("a").write_text('{"version": 1, "tokenizer": "t", "tokens": [1]}')
+    assert load_session("a", "t") == Session(tokens=(1,), tokenizer="t")
+
+
+@pytest.mark.parametrize(
+    "extra", ['"turns": [0]', '"turns": [2, 1]', '"turns": [0, 3]', '"turns": "ab"', '"system": 1']
+)
+def test_damaged_turns_are_refused(extra: str) -> None:
+    save_session("a", Session(tokens=(), tokenizer="t"))
+    session_path("a").write_text(f'{{"version": 1, "tokenizer": "t", "tokens": [1, 2], {extra}}}')
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_session("a", "t")
+
+
 def test_another_tokenizers_session_is_refused() -> None:
     save_session("a", Session(tokens=(1,), tokenizer="t"))
     with pytest.raises(UsageError, match="another model's tokenizer"):

@@ -1,0 +1,1 @@
+"""`kvarn chat`: a conversation in the terminal, with a model in this process or on a server."""
