@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvarn.backend import LoadOptions, MemoryReport, ModelInfo, Record
 from kvarn.backends.mlx import ops
+from kvarn.backends.mlx.kernels import kernels
 from kvarn.backends.mlx.model import Attention, LoadedModel, available_bytes, load_model, read_config
 from kvarn.backends.mlx.pool import Pool
 from kvarn.backends.mlx.self_test import self_test
@@ -135,13 +136,18 @@ class MlxBackend:
             self.pool.flush()
 
     def route(self) -> Mapping[str, str]:
-        why = f"plain MLX operations on the {self.model.device}; no kernels are built yet"
+        why = f"plain MLX operations on the {self.model.device}"
+        if kernels.available():
+            kernel = f"{why}; kvarn doctor checks the Metal kernel on this device, steps do not call it yet"
+        else:
+            kernel = f"{why}; the Metal kernel needs a Mac's GPU"
         several = (
             "sequences of one step run together, a row per token"
             if self.model.batched
             else "sequences of one step run one after another: this model takes no positions per row"
         )
-        return dict.fromkeys(("seal", "unseal", "attend", "attend_exact"), why) | {"step": several}
+        routes = dict.fromkeys(("seal", "attend"), kernel) | dict.fromkeys(("unseal", "attend_exact"), why)
+        return routes | {"step": several}
 
 
 def _host_bytes(x: array) -> NDArray[np.uint8]:

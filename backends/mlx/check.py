@@ -1,4 +1,7 @@
-"""The MLX operations over NumPy arrays, for kvarn.selfcheck, and what `kvarn doctor` says of this backend."""
+"""The MLX operations over NumPy arrays, for kvarn.selfcheck, and what `kvarn doctor` says of this backend.
+
+On Metal every operation that has a kernel runs twice, plain and by the kernel, and both must be right.
+"""
 
 import platform
 from typing import Any
@@ -7,26 +10,37 @@ import mlx.core as mx
 import numpy as np
 
 from kvarn.backends.mlx import ops
+from kvarn.backends.mlx.kernels import kernels, probe
 from kvarn.format import TileFormat
-from kvarn.selfcheck import Floats
+from kvarn.selfcheck import TOLERANCE, Floats
 from kvarn.tile import Bytes
 
 
 def describe() -> str:
     """The device, and which route runs there and why."""
-    if mx.metal.is_available():
-        name = f"{mx.device_info().get('device_name', 'Metal')}, macOS {platform.mac_ver()[0]}"
-    else:
-        name = "cpu (no Metal on this machine: slow, for testing)"
-    return f"{name}; plain MLX operations: no kernels are built yet"
+    if not kernels.available():
+        return (
+            "cpu (no Metal on this machine: slow, for testing); plain MLX operations; skipped: the Metal kernels "
+            "rotate, seal, attend and prefill, and the probe of contraction"
+        )
+    name = f"{mx.device_info().get('device_name', 'Metal')}, macOS {platform.mac_ver()[0]}"
+    return f"{name}; plain MLX operations and Metal kernels, both checked; {probe.contraction()}"
 
 
 class Operations:
     """See kvarn.selfcheck.Operations."""
 
     def seal(self, keys: Floats, values: Floats, fmt: TileFormat) -> tuple[Bytes, Bytes, Bytes]:
-        tiles, flags, status = ops.seal(mx.array(keys), mx.array(values), fmt)
-        return np.array(tiles), np.array(flags), np.array(status)
+        args = (mx.array(keys), mx.array(values), fmt)
+        tiles, flags, status = (np.array(x) for x in ops.seal(*args))
+        if kernels.available():
+            plain = (tiles, flags, status)
+            tiles, flags, status = (np.array(x) for x in kernels.seal(*args))
+            sealed = status == 0  # the bytes of a refused tile mean nothing
+            for what, x, y in zip(("bytes", "flags", "status words"), (tiles, flags, status), plain, strict=True):
+                same = np.array_equal(x, y) if what == "status words" else np.array_equal(x[sealed], y[sealed])
+                assert same, f"{what} of the Metal kernel and of plain MLX differ"
+        return tiles, flags, status
 
     def unseal(self, tiles: Bytes, flags: Bytes, fmt: TileFormat) -> tuple[Floats, Floats]:
         keys, values = ops.unseal(mx.array(tiles), mx.array(flags), fmt)
@@ -40,4 +54,10 @@ class Operations:
         blocks = mx.arange(len(tiles), dtype=mx.int32)
         sink, window = both[:, :, :g], both[:, :, start // g * g :]
         pool = (mx.array(tiles), mx.array(flags), blocks)
-        return np.array(ops.attend(mx.array(query), sink, window, *pool, start, fmt.head_dim**-0.5, fmt))
+        args = (mx.array(query), sink, window, *pool, start, fmt.head_dim**-0.5, fmt)
+        out = np.array(ops.attend(*args))
+        if kernels.available():
+            plain, out = out, np.array(kernels.attend(*args))
+            error = float(np.abs(out - plain).max() / np.abs(plain).max())
+            assert error < TOLERANCE, f"the Metal kernel and plain MLX differ by {error:.1e}, at most {TOLERANCE:.0e}"
+        return out

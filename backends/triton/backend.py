@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvarn.backend import LoadOptions, MemoryReport, ModelInfo, Record
 from kvarn.backends.triton import ops
+from kvarn.backends.triton.cpu.choose import choose
 from kvarn.backends.triton.model import Attention, LoadedModel, available_bytes, load_model, read_config, self_test
 from kvarn.backends.triton.pool import Pool
 from kvarn.backends.triton.step import Step
@@ -82,6 +83,7 @@ class TorchBackend:
 
     def allocate(self, num_blocks: int, num_slots: int) -> MemoryReport:
         self._pool = None
+        choose(self.info.plan.tile_format, self.model.device)  # builds its kernels now rather than in a step
         self._pool = Pool(self.info.plan, num_blocks, num_slots, self.model.dtype, self.model.device)
         return self._pool.report()
 
@@ -123,8 +125,9 @@ class TorchBackend:
             self.pool.slot(layer.index, target).copy_(self.pool.slot(layer.index, source))
 
     def route(self) -> Mapping[str, str]:
-        why = f"plain torch operations on {self.model.device}; no kernels are built yet"
-        return dict.fromkeys(("seal", "unseal", "decode", "attend", "attend_exact"), why)
+        plain = f"plain torch operations on {self.model.device}"
+        why = choose(self.info.plan.tile_format, self.model.device).why
+        return dict.fromkeys(("seal", "decode", "attend"), why) | dict.fromkeys(("unseal", "attend_exact"), plain)
 
 
 def _host(x: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:

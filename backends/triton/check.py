@@ -1,4 +1,4 @@
-"""The torch operations over NumPy arrays, for kvarn.selfcheck, and what `kvarn doctor` says of this backend."""
+"""The operations over NumPy arrays, for kvarn.selfcheck, and what `kvarn doctor` says of this backend."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvarn.backends.triton import ops
-from kvarn.format import TileFormat
+from kvarn.backends.triton.cpu.choose import choose
+from kvarn.format import Preset, TileFormat
 from kvarn.selfcheck import Floats
 from kvarn.tile import Bytes
 
@@ -21,14 +22,14 @@ def device() -> str:
 def describe() -> str:
     """The device, and which route runs there and why."""
     name = torch.cuda.get_device_name() if device() == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    return f"{name}; plain torch operations: no kernels are built yet"
+    return f"{name}; {choose(Preset().with_head_dim(64), device()).why}"
 
 
 class Operations:
     """See kvarn.selfcheck.Operations."""
 
     def seal(self, keys: Floats, values: Floats, fmt: TileFormat) -> tuple[Bytes, Bytes, Bytes]:
-        tiles, flags, status = ops.seal(_there(keys), _there(values), fmt)
+        tiles, flags, status = choose(fmt, device()).seal(_there(keys), _there(values), fmt)
         return _here(tiles), _here(flags), _here(status)
 
     def unseal(self, tiles: Bytes, flags: Bytes, fmt: TileFormat) -> tuple[Floats, Floats]:
@@ -43,9 +44,10 @@ class Operations:
         blocks = torch.arange(len(tiles), device=both.device)
         sink, window = both[:, :, :g], both[:, :, start // g * g :]
         scale = fmt.head_dim**-0.5
+        run = choose(fmt, device())
         if len(query) > 1:
             return _here(
-                ops.attend(_there(query), sink, window, _there(tiles), _there(flags), blocks, start, scale, fmt)
+                run.attend(_there(query), sink, window, _there(tiles), _there(flags), blocks, start, scale, fmt)
             )
         own = torch.zeros_like(sink)
         own[:, :, : window.shape[2]] = window
@@ -54,7 +56,7 @@ class Operations:
         pages = ops.Pages(row, torch.arange(2, device=both.device), valid)
         read = ops.Tiles(torch.zeros_like(blocks), blocks)
         pool = torch.stack([sink, own])
-        return _here(ops.decode(_there(query), pool, pages, _there(tiles), _there(flags), read, scale, fmt))
+        return _here(run.decode(_there(query), pool, pages, _there(tiles), _there(flags), read, scale, fmt))
 
 
 def _there(x: NDArray[Any]) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvarn.backends.triton import ops
+from kvarn.backends.triton.cpu.choose import choose
 from kvarn.backends.triton.model import Attention
 from kvarn.backends.triton.pool import Pool
 from kvarn.backends.triton.sampling import sample
@@ -29,7 +30,8 @@ class _Decoding:
             pages += [(row, step.slot(span, t), g) for t in before]
             pages.append((row, own[-1][0], offset + 1))
             blocks += [(row, block) for block in span.blocks[: num_sealed(span.start, g)]]
-        self.rows = step.ids([step.starts[i] for i in self.spans])
+        alone = len(self.spans) == len(step.spans)  # then a view does, without copies in every layer
+        self.rows = slice(None) if alone else step.ids([step.starts[i] for i in self.spans])
         self.own, self.offset = step.ids([x for x, _ in own]), step.ids([x for _, x in own])
         self.pages = ops.Pages(*(step.ids([page[k] for page in pages]) for k in range(3)))
         self.tiles = ops.Tiles(*(step.ids([block[k] for block in blocks]) for k in range(2)))
@@ -46,6 +48,8 @@ class Step:
         self.plan = plan
         self.spans = spans
         self.device = device
+        self.format = plan.tile_format
+        self.ops = choose(self.format, device)
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.rows: list[int] = []  # token indices whose logits are wanted
@@ -91,15 +95,15 @@ class Step:
         pool[d.own, :, :, d.offset] = torch.stack([call.key[d.rows], call.value[d.rows]], dim=1)
         row = self.pool.row.get(layer.index)
         tiles, flags = (None, None) if row is None else (self.pool.tiles[row], self.pool.flags[row])
-        return ops.decode(call.query[d.rows], pool, d.pages, tiles, flags, d.tiles, call.scale, self.plan.tile_format)
+        return self.ops.decode(call.query[d.rows], pool, d.pages, tiles, flags, d.tiles, call.scale, self.format)
 
     def _seal_decoded(self) -> None:
         """Seal the tiles that the spans of one token completed, all layers at once."""
-        d, fmt = self.decoding, self.plan.tile_format
+        d, fmt = self.decoding, self.format
         if not d.sealing or fmt is None:
             return
         keys, values = self.pool.slots[d.full].float().unbind(2)  # [sealing, L, Hk, G, D] each
-        tiles, flags, status = ops.seal(keys, values, fmt)
+        tiles, flags, status = self.ops.seal(keys, values, fmt)
         self.pool.tiles[:, d.into], self.pool.flags[:, d.into] = tiles.transpose(0, 1), flags.transpose(0, 1)
         for j, i in enumerate(d.sealing):
             self.status += [(i, layer, status[j, row : row + 1]) for layer, row in self.pool.row.items()]
@@ -135,17 +139,17 @@ class Step:
         return torch.stack([window[:, :, t * g - base : (t + 1) * g - base] for t in tiles], dim=1)
 
     def _attend_sealed(self, call: Attention, layer: Layer, i: int, query: Tensor, window: Tensor) -> Tensor:
-        span, row, fmt = self.spans[i], self.pool.row[layer.index], self.plan.tile_format
+        span, row, fmt = self.spans[i], self.pool.row[layer.index], self.format
         assert fmt is not None
         tiles, flags = self.pool.tiles[row], self.pool.flags[row]
         if span.seal_into:
             keys, values = self._complete(span, window).float()
             into = self.blocks[i][len(span.blocks) :]
-            tiles[into], flags[into], status = ops.seal(keys, values, fmt)
+            tiles[into], flags[into], status = self.ops.seal(keys, values, fmt)
             self.status.append((i, layer.index, status))
         reads = num_sealed(span.stop - 1, fmt.tile_tokens)
         sink = self.pool.slot(layer.index, span.slots[0])
-        return ops.attend(query, sink, window, tiles, flags, self.blocks[i][:reads], span.start, call.scale, fmt)
+        return self.ops.attend(query, sink, window, tiles, flags, self.blocks[i][:reads], span.start, call.scale, fmt)
 
     def _attend_exact(self, call: Attention, layer: Layer, i: int, query: Tensor, window: Tensor) -> Tensor:
         span = self.spans[i]

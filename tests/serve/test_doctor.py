@@ -33,5 +33,5 @@ def test_a_wrong_operation_is_a_fail_and_exit_code_1(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ops, "rotate", lambda x: torch.roll(x, 1, -1))
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
-    assert "FAIL seal" in result.stdout
+    assert "FAIL unseal" in result.stdout
     assert "differ from the oracle on this machine" in result.stderr
