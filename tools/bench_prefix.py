@@ -7,6 +7,7 @@ time to the first token. The parts of a warm start are timed one by one.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -97,7 +98,9 @@ def parts(folder: Path, model: str, dtype: str, cache: str) -> dict[str, float]:
 
 def child(*args: object) -> dict[str, Any]:
     """Run `one_process` in a process of its own."""
-    run = subprocess.run([sys.executable, __file__, *map(str, args)], capture_output=True, text=True, check=False)
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ  # as the command line sets it
+    command = [sys.executable, __file__, *map(str, args)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if run.returncode:
         raise RuntimeError(run.stderr)
     report: dict[str, Any] = json.loads(run.stdout)
