@@ -1,0 +1,1 @@
+"""Triton kernels of the CUDA backend; the plain torch version of each stands in kvarn.backends.triton.ops."""
