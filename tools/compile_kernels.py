@@ -3,8 +3,9 @@
     python tools/compile_kernels.py          the presets and targets that CI checks
     python tools/compile_kernels.py --all    more presets, tile lengths and targets
 
-Leaves with 1 if a kernel spills registers or takes more shared memory than its target has. Kernels are found by
-themselves: every module of kvarn.backends.triton.kernels with a function `compile_cases(fmt)`.
+Leaves with 1 if a kernel spills registers, takes more shared memory than its target has, or fuses operations though it
+must be exact. Kernels are found by themselves: every module of kvarn.backends.triton.kernels that has a function
+`compile_cases(fmt)`.
 """
 
 import argparse
@@ -41,6 +42,7 @@ ALL_PRESETS = (
     *("kvarn_k4v2_g64", "kvarn_k2v2_g64", "kvarn_k3v5_g64", "kvarn_k8v8_g64"),
 )
 TENSOR_CORE = re.compile(r"^\s+(?:@\S+ )?(mma|wgmma\.mma_async|tcgen05\.mma)\.", re.MULTILINE)
+FUSED = re.compile(r"\bfma\.")
 SPILL = re.compile(r"\b(STL|LDL)\b")  # not the size of the stack: a call may reserve some that nobody uses
 
 
@@ -54,6 +56,7 @@ class Report:
     spills: int  # instructions that store registers in local memory or load them from there
     shared: int  # bytes
     tensor_core: int  # instructions in the code
+    fused: int  # multiply-adds in the code of a kernel that may have none
     seconds: float
 
     @property
@@ -63,6 +66,8 @@ class Report:
         faults = []
         if self.spills:
             faults.append("spills")
+        if self.fused:
+            faults.append(f"{self.fused} fused multiply-adds")
         if self.shared > limit:
             faults.append(f"{self.shared} bytes of shared memory, sm_{self.architecture} has {limit}")
         return tuple(faults)
@@ -107,6 +112,7 @@ def compile_case(case: CompileCase, architecture: int) -> Report:
         spills=len(SPILL.findall(code)),
         shared=compiled.metadata.shared,
         tensor_core=len(TENSOR_CORE.findall(compiled.asm["ptx"])),
+        fused=len(FUSED.findall(compiled.asm["ptx"])) if case.exact else 0,
         seconds=seconds,
     )
 

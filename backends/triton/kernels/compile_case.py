@@ -23,4 +23,5 @@ class CompileCase:
     num_stages: int = 1
     aligned: tuple[str, ...] = ()  # pointers and integers that are multiples of 16 at every launch
     options: Mapping[str, Any] = field(default_factory=dict)  # more compiler options: {"enable_fp_fusion": False}
+    exact: bool = False  # whether its float operations may not be fused: a fused multiply-add is then a fault
     architectures: tuple[int, ...] = ARCHITECTURES

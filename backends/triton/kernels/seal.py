@@ -482,7 +482,7 @@ def _constexprs(fmt: TileFormat) -> dict[str, int]:
 
 
 def seal(keys: Tensor, values: Tensor, fmt: TileFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize tiles, each by itself; kvarn.backends.triton.ops.seal in one launch.
+    """Quantize tiles, each by itself: kvarn.backends.triton.ops.seal in one launch for each SCRATCH_BYTES of work.
 
     keys (after RoPE) and values: float32, float16 or bfloat16 `[..., G, D]`, of any strides. Returns tiles
     `uint8 [..., tile_nbytes]`, flags `uint8 [...]` and status words `uint8 [...]` (kvarn.format.SealStatus); the bytes
@@ -587,5 +587,6 @@ def compile_cases(fmt: TileFormat) -> list[CompileCase]:
             constexprs=constexprs,
             num_warps=NUM_WARPS[fmt.head_dim],
             options=OPTIONS,
+            exact=True,
         )
     ]

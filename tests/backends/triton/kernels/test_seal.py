@@ -91,10 +91,15 @@ def assert_sealed(keys: Tensor, values: Tensor, fmt: TileFormat) -> list[SealSta
     return [SealStatus(int(word)) for word in status]
 
 
-@pytest.mark.parametrize("stored", GOLDEN, ids=lambda stored: stored["name"])
-def test_golden_vectors(stored: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In larger slices than on a device, for the sake of time; the other tests have the slices of a device."""
+@pytest.fixture
+def large_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer and larger slices than on a device, for the sake of time; the other tests have those of a device."""
     monkeypatch.setattr(kernel, "SLICE_TOKENS", {64: 64, 128: 64, 256: 64, 512: 32})
+
+
+@pytest.mark.parametrize("stored", GOLDEN, ids=lambda stored: stored["name"])
+@pytest.mark.usefixtures("large_slices")
+def test_golden_vectors(stored: dict[str, Any]) -> None:
     fmt = Preset.parse(stored["preset"]).with_head_dim(stored["head_dim"])
     keys, values = (
         torch.from_numpy(make_golden.Input(x["kind"], x["seed"], tuple(map(tuple, x["edits"]))).array(fmt))
@@ -124,6 +129,7 @@ def test_every_shape(d: int, g: int) -> None:
     assert_sealed(keys, values, make(d, g, 2, 3))
 
 
+@pytest.mark.usefixtures("large_slices")
 def test_awkward_tiles_in_one_launch() -> None:
     keys, values = normal(1, 2, 14, 64, 64)
     keys[0], values[0] = 3.25, -0.7
@@ -174,6 +180,12 @@ def test_leading_axes_and_strides() -> None:
         assert torch.equal(x, y)
         assert torch.equal(x.flatten(), z.flatten())
     assert [x.shape[0] for x in kernel_seal(keys[0, :0], values[0, :0], fmt)] == [0, 0, 0]
+
+
+def test_more_tiles_than_scratch_memory_holds_take_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "SCRATCH_BYTES", 2 * 4 * 64 * 80)  # two tiles of 64 x 64 with their sums, not three
+    keys, values = normal(8, 2, 3, 64, 64)
+    assert_sealed(keys, values, make())
 
 
 def test_into_the_pool_writes_its_tiles_and_nothing_else() -> None:
