@@ -33,12 +33,8 @@ class DiskFetch:
         self.keys = keys
         self.next = first
         self.arrived: deque[tuple[int, Record]] = deque()
-        self.ended = False
+        self.done = False
         self._tier = tier
-
-    @property
-    def done(self) -> bool:
-        return self.ended
 
     def take(self) -> list[tuple[int, Record]]:
         with self._tier.changed:
@@ -50,7 +46,7 @@ class DiskFetch:
 
     def cancel(self) -> None:
         with self._tier.changed:
-            self.ended = True
+            self.done = True
         self.take()
 
 
@@ -129,19 +125,19 @@ class DiskTier:
             with self.changed:
                 if record is None:
                     self.counts[miss] += 1
-                    fetch.ended = True
-                elif not fetch.ended:
+                    fetch.done = True
+                elif not fetch.done:
                     self._read.add(self._clock() - start)
                     fetch.arrived.append((tile, record))
                     self.buffered += _nbytes(record)
                     fetch.next += 1
-                    fetch.ended = fetch.next == len(fetch.keys)
-                self._fetches = [x for x in self._fetches if not x.ended]
+                    fetch.done = fetch.next == len(fetch.keys)
+                self._fetches = [x for x in self._fetches if not x.done]
                 self.changed.notify_all()
 
     def _next(self) -> DiskFetch | None:
         """The first fetch that may read on: one whose tiles the engine took may always."""
-        self._fetches = [x for x in self._fetches if not x.ended]
+        self._fetches = [x for x in self._fetches if not x.done]
         return next((x for x in self._fetches if not x.arrived or self.buffered < READ_AHEAD), None)
 
     def _load(self, fetch: DiskFetch, tile: int) -> tuple[Record | None, str]:

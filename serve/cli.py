@@ -16,8 +16,10 @@ from kvarn.errors import KvarnError, UsageError
 from kvarn.serve.loading import ModelOptions, progress_bar, say
 
 if TYPE_CHECKING:
+    from kvarn.sampling import SamplingParams
     from kvarn.serve.caching import CacheOptions
 
+SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed"}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -73,6 +75,27 @@ def _model_options(command: F) -> F:
     return command
 
 
+def _sampling_options(command: F) -> F:
+    for option in reversed(
+        [
+            click.option("--temp", type=float, default=0.0, show_default=True, help="Temperature; 0 is greedy."),
+            click.option("--top-p", type=float, default=1.0, show_default=True),
+            click.option("--top-k", type=int, default=0, show_default=True, help="0 means all tokens."),
+            click.option("--min-p", type=float, default=0.0, show_default=True),
+            click.option("--seed", type=int, default=0, show_default=True),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def _sampling(options: dict[str, Any]) -> "SamplingParams":
+    """Take the sampling options out of a command's."""
+    from kvarn.sampling import SamplingParams
+
+    return SamplingParams(**{field: options.pop(name) for name, field in SAMPLING.items()})
+
+
 def _cache_options(command: F) -> F:
     for option in reversed(
         [
@@ -104,11 +127,7 @@ def _model(model: str, options: dict[str, Any]) -> ModelOptions:
 @click.option("-s", "--system", help="The system prompt.")
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the model's chat template.")
 @click.option("-n", "--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
-@click.option("--temp", type=float, default=0.0, show_default=True, help="Temperature; 0 is greedy.")
-@click.option("--top-p", type=float, default=1.0, show_default=True)
-@click.option("--top-k", type=int, default=0, show_default=True, help="0 means all tokens.")
-@click.option("--min-p", type=float, default=0.0, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
+@_sampling_options
 @click.option("--session", metavar="NAME", help="Go on with this conversation, and keep it under this name.")
 @_cache_options
 @_model_options
@@ -120,11 +139,6 @@ def run(
     system: str | None,
     raw: bool,
     max_tokens: int,
-    temp: float,
-    top_p: float,
-    top_k: int,
-    min_p: float,
-    seed: int,
     session: str | None,
     as_json: bool,
     **options: Any,
@@ -133,11 +147,10 @@ def run(
 
     The prompt comes from the argument, -p, -f or standard input. The answer alone goes to standard output.
     """
-    from kvarn.sampling import SamplingParams
     from kvarn.serve.run import RunOptions
     from kvarn.serve.run import run as run_model
 
-    sampling = SamplingParams(temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    sampling = _sampling(options)
     text = _one_prompt(prompt, prompt_option, file)
     asked = RunOptions(
         prompt=text,
@@ -156,11 +169,7 @@ def run(
 @click.argument("model", required=False)
 @click.option("-s", "--system", help="The system prompt.")
 @click.option("-n", "--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
-@click.option("--temp", type=float, default=0.0, show_default=True, help="Temperature; 0 is greedy.")
-@click.option("--top-p", type=float, default=1.0, show_default=True)
-@click.option("--top-k", type=int, default=0, show_default=True, help="0 means all tokens.")
-@click.option("--min-p", type=float, default=0.0, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
+@_sampling_options
 @click.option("--session", metavar="NAME", help="Go on with this conversation, and keep it under this name.")
 @click.option("--url", metavar="URL", help="Talk with this server instead, like http://127.0.0.1:8080.")
 @click.option("--api-key", envvar="KVARN_API_KEY", metavar="KEY", help="The server's key.")
@@ -170,11 +179,6 @@ def chat(
     model: str | None,
     system: str | None,
     max_tokens: int,
-    temp: float,
-    top_p: float,
-    top_k: int,
-    min_p: float,
-    seed: int,
     session: str | None,
     url: str | None,
     api_key: str | None,
@@ -190,17 +194,17 @@ def chat(
         raise UsageError("chat prints no JSON object; use kvarn run --json")
     if url is not None:
         context = click.get_current_context()
-        given = [name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        loading = [name for name in options if name not in SAMPLING]
+        given = [name for name in loading if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
         if given:
             raise UsageError(f"--{given[0].replace('_', '-')} is the server's choice; leave it out with --url")
     elif model is None:
         raise UsageError("no model; name one (demo, a folder, a hub id), or a server with --url")
-    from kvarn.sampling import SamplingParams
     from kvarn.serve.chat.chat import ChatOptions, chat_with_server
     from kvarn.serve.chat.chat import chat as chat_with_model
     from kvarn.serve.chat.settings import Settings
 
-    sampling = SamplingParams(temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    sampling = _sampling(options)
     asked = ChatOptions(settings=Settings(sampling=sampling, max_tokens=max_tokens), system=system, session=session)
     if url is not None:
         chat_with_server(url, api_key, model, asked)

@@ -19,6 +19,7 @@ from kvarn.serve.literal import literal
 from kvarn.serve.loading import Loaded, ModelOptions, load, progress_bar, say, size, start_engine
 from kvarn.serve.models import resolve
 from kvarn.serve.sessions import Session, load_session, save_session
+from kvarn.serve.tokenizer import stop_token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +101,11 @@ def encode_prompt(loaded: Loaded, options: RunOptions, session: Session | None =
 
 def generate(loaded: Loaded, engine: Engine, prompt: list[int], options: RunOptions) -> Answer:
     """Run one request; its text streams to standard output unless JSON was asked for."""
-    eos = set(loaded.backend.info.eos_token_ids)
-    if not eos and loaded.tokenizer.eos_token_id is not None:
-        eos = {loaded.tokenizer.eos_token_id}
     params = RequestParams(
         prompt=tuple(prompt),
         max_tokens=options.max_tokens,
         sampling=options.sampling,
-        stop_token_ids=frozenset(eos),
+        stop_token_ids=stop_token_ids(loaded.backend.info, loaded.tokenizer),
         text=loaded.tokenizer.stream,
     )
     text = ""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvarn.backend import ModelInfo
 from kvarn.errors import ModelError, UsageError
 
 _FOREIGN_ROLES = {"user", "tool"}  # whose text comes from outside the conversation's author
@@ -197,6 +198,12 @@ class Tokenizer:
     def stream(self) -> "TextStream":
         """A fresh stream of text."""
         return TextStream(self)
+
+
+def stop_token_ids(info: ModelInfo, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end an answer: the model's, else the tokenizer's own."""
+    own = tokenizer.eos_token_id
+    return frozenset(info.eos_token_ids or (() if own is None else (own,)))
 
 
 def _byte_characters() -> dict[str, int]:

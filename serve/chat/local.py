@@ -18,7 +18,7 @@ from kvarn.serve.chat.settings import Settings
 from kvarn.serve.chat.talk import Exchange, Listener, Outcome
 from kvarn.serve.loading import size
 from kvarn.serve.sessions import Session, load_session, save_session
-from kvarn.serve.tokenizer import Tokenizer
+from kvarn.serve.tokenizer import Tokenizer, stop_token_ids
 
 _PROBE = "kvarnprobe"
 
@@ -108,13 +108,11 @@ class LocalTalk:
 
     def _answer(self, prompt: Sequence[int], turns: tuple[int, ...], settings: Settings, listener: Listener) -> Outcome:
         engine, tokenizer = self._model.engine, self._model.tokenizer
-        own = tokenizer.eos_token_id
-        stops = engine.backend.info.eos_token_ids or (() if own is None else (own,))
         params = RequestParams(
             prompt=tuple(prompt),
             max_tokens=settings.max_tokens,
             sampling=settings.sampling,
-            stop_token_ids=frozenset(stops),
+            stop_token_ids=stop_token_ids(engine.backend.info, tokenizer),
             text=tokenizer.stream,
         )
         engine.peak_bytes_held = 0  # nothing runs, so what it becomes is this answer's

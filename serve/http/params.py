@@ -11,6 +11,7 @@ from kvarn.sampling import SamplingParams
 from kvarn.serve.http.errors import ApiError, from_kvarn
 from kvarn.serve.http.schema import Generation, Message
 from kvarn.serve.http.service import Served, Service
+from kvarn.serve.tokenizer import stop_token_ids
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ def request_params(
                 seed=secrets.randbits(63) if body.seed is None else body.seed,
             ),
             n=body.n,
-            stop_token_ids=served.stop_token_ids,
+            stop_token_ids=stop_token_ids(served.engine.backend.info, served.tokenizer),
             stop=body.stop,
             text=served.tokenizer.stream,
             tenant=tenant,

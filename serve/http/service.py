@@ -48,13 +48,6 @@ class Served:
         """The most tokens of a prompt and its answer."""
         return self.engine.scheduler.config.context
 
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """The tokens that end an answer."""
-        eos = set(self.engine.backend.info.eos_token_ids)
-        own = self.tokenizer.eos_token_id
-        return frozenset(eos or ({own} if own is not None else ()))
-
 
 class Service:
     """The state of one server. Used on the event loop, except for `served`, which is only read elsewhere."""
