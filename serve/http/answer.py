@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from kvarn.request import Event, RequestParams
 from kvarn.serve.http.bridge import Feed
 from kvarn.serve.http.errors import ApiError
 from kvarn.serve.http.metrics import Metrics
+from kvarn.serve.http.parts import AnswerParser, CallStart, Collected, Part, PlainParser
 from kvarn.serve.http.service import Service
 from kvarn.serve.tokenizer import Tokenizer
 
@@ -31,12 +32,21 @@ class Token:
 
 
 @dataclass(kw_only=True)
-class Answer:
+class Answer(Collected):
     """One answer as far as it has come."""
 
-    text: str = ""
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What one event brought to an answer. finish_reason: stop, length or tool_calls, with the answer's last one."""
+
+    index: int
+    parts: list[Part]
+    tokens: list[Token]
+    finish_reason: str | None
 
 
 class Form(Protocol):
@@ -51,8 +61,8 @@ class Form(Protocol):
     def opening(self, index: int) -> dict[str, Any] | None:
         """A choice's part of the first chunk, if the form has one."""
 
-    def delta(self, index: int, text: str, tokens: Sequence[Token], finish_reason: str | None) -> dict[str, Any]:
-        """A choice's part of a later chunk."""
+    def deltas(self, progress: Progress) -> list[dict[str, Any]]:
+        """A choice's parts of later chunks, one chunk each."""
 
 
 @dataclass(kw_only=True)
@@ -63,7 +73,9 @@ class Tally:
     start: float
     prompt_tokens: int
     n: int
+    thinks: bool = False
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)  # by prompt
     last: dict[int, float] = field(default_factory=dict)  # by answer: when its last token came
 
@@ -82,12 +94,15 @@ class Tally:
 
     def usage(self) -> dict[str, Any]:
         """The `usage` object."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
         }
+        if self.thinks:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
     def close(self) -> None:
         """Add the request to the server's counters."""
@@ -96,21 +111,64 @@ class Tally:
         self.metrics.cached_tokens.inc(sum(self.cached.values()))
 
 
-async def respond(
-    service: Service, request: Request, prompts: Sequence[RequestParams], form: Form, *, stream: bool, usage: bool
-) -> Response:
-    """Send the prompts to the engine and answer, streamed or whole. `usage`: a last chunk with the usage."""
-    tokenizer = service.check_ready().tokenizer
-    feed = service.submit(prompts)
-    tally = Tally(
+def new_tally(service: Service, request: Request, prompts: Sequence[RequestParams], *, thinks: bool = False) -> Tally:
+    """The tally of one request that was just submitted. thinks: the usage says how many tokens were thoughts."""
+    return Tally(
         metrics=service.metrics,
         start=request.state.start,
         prompt_tokens=sum(len(params.prompt) for params in prompts),
         n=prompts[0].n,
+        thinks=thinks,
     )
+
+
+async def progress(
+    feed: Feed, tally: Tally, tokenizer: Tokenizer, parser: Callable[[], AnswerParser]
+) -> AsyncIterator[Progress]:
+    """The answers of a request as they come, each one through a parser of its own; counted in the tally."""
+    parsers = [parser() for _ in range(feed.answers)]
+    called = [False] * feed.answers
+    async for index, event in feed:
+        tally.count(index, event)
+        own, reason = parsers[index], event.finish_reason
+        before = own.in_thought
+        parts = own.add(event.text)
+        if event.token is not None and (before or own.in_thought):
+            tally.reasoning_tokens += 1
+        if reason is not None:
+            parts += own.finish()
+        called[index] = called[index] or any(isinstance(part, CallStart) for part in parts)
+        yield Progress(
+            index=index,
+            parts=parts,
+            tokens=_token(event, tokenizer),
+            finish_reason="tool_calls" if reason == "stop" and called[index] else reason,
+        )
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    prompts: Sequence[RequestParams],
+    form: Form,
+    *,
+    stream: bool,
+    usage: bool,
+    parser: Callable[[], AnswerParser] = PlainParser,
+    thinks: bool = False,
+) -> Response:
+    """Send the prompts to the engine and answer, streamed or whole. `usage`: a last chunk with the usage."""
+    tokenizer = service.check_ready().tokenizer
+    feed = service.submit(prompts)
+    tally = new_tally(service, request, prompts, thinks=thinks)
+    steps = progress(feed, tally, tokenizer, parser)
     if stream:
-        return EventStream(_chunks(feed, tally, tokenizer, form, usage), feed, tally)
-    return await _whole(feed, tally, tokenizer, form, request.receive)
+        return EventStream(_chunks(feed, tally, steps, form, usage), feed, tally)
+    answers = [Answer() for _ in range(feed.answers)]
+    if not await collect(answers, steps, feed, tally, request.receive):
+        return Response(status_code=499)  # nobody reads it; it is the code in the metrics
+    choices = [form.whole(index, answer) for index, answer in enumerate(answers)]
+    return JSONResponse({**form.head(chunk=False), "choices": choices, "usage": tally.usage()})
 
 
 def _token(event: Event, tokenizer: Tokenizer) -> list[Token]:
@@ -131,31 +189,32 @@ async def _first(*awaitables: Awaitable[Any], timeout: float | None = None) -> N
     await asyncio.wait([asyncio.ensure_future(x) for x in awaitables], timeout=timeout, return_when="FIRST_COMPLETED")
 
 
-async def _whole(feed: Feed, tally: Tally, tokenizer: Tokenizer, form: Form, receive: Receive) -> Response:
-    answers = [Answer() for _ in range(feed.answers)]
+async def collect(
+    answers: list[Answer], steps: AsyncIterator[Progress], feed: Feed, tally: Tally, receive: Receive
+) -> bool:
+    """Put the whole answers together; False if the client hung up before. Closes the feed and the tally."""
 
-    async def collect() -> None:
-        async for index, event in feed:
-            tally.count(index, event)
-            answer = answers[index]
-            answer.text += event.text
-            answer.tokens += _token(event, tokenizer)
-            answer.finish_reason = event.finish_reason
+    async def run() -> None:
+        async for step in steps:
+            answer = answers[step.index]
+            for part in step.parts:
+                answer.add(part)
+            answer.tokens += step.tokens
+            answer.finish_reason = step.finish_reason
 
-    collecting = asyncio.ensure_future(collect())
+    collecting = asyncio.ensure_future(run())
     gone = asyncio.ensure_future(until_disconnect(receive))
     try:
         await _first(collecting, gone)
         if not collecting.done():
-            return Response(status_code=499)  # nobody reads it; it is the code in the metrics
+            return False
         collecting.result()
+        return True
     finally:
         collecting.cancel()
         gone.cancel()
         feed.close()
         tally.close()
-    choices = [form.whole(index, answer) for index, answer in enumerate(answers)]
-    return JSONResponse({**form.head(chunk=False), "choices": choices, "usage": tally.usage()})
 
 
 def sse(data: dict[str, Any]) -> bytes:
@@ -164,7 +223,7 @@ def sse(data: dict[str, Any]) -> bytes:
 
 
 async def _chunks(
-    feed: Feed, tally: Tally, tokenizer: Tokenizer, form: Form, include_usage: bool
+    feed: Feed, tally: Tally, steps: AsyncIterator[Progress], form: Form, include_usage: bool
 ) -> AsyncIterator[bytes]:
     head = form.head(chunk=True)
     extra = {"usage": None} if include_usage else {}
@@ -172,11 +231,8 @@ async def _chunks(
         openings = [choice for i in range(feed.answers) if (choice := form.opening(i)) is not None]
         for choice in openings:
             yield sse({**head, "choices": [choice], **extra})
-        async for index, event in feed:
-            tally.count(index, event)
-            tokens = _token(event, tokenizer)
-            if event.text or tokens or event.finish_reason is not None:
-                choice = form.delta(index, event.text, tokens, event.finish_reason)
+        async for step in steps:
+            for choice in form.deltas(step):
                 yield sse({**head, "choices": [choice], **extra})
         if include_usage:
             yield sse({**head, "choices": [], "usage": tally.usage()})

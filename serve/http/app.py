@@ -13,8 +13,9 @@ from kvarn import __version__
 from kvarn.serve.http import errors
 from kvarn.serve.http.chat import chat
 from kvarn.serve.http.completions import completions
+from kvarn.serve.http.conversation import Conversation, encode_conversation
 from kvarn.serve.http.metrics import CONTENT_TYPE
-from kvarn.serve.http.params import check_model, encode, encode_messages
+from kvarn.serve.http.params import check_model, encode
 from kvarn.serve.http.schema import ChatBody, CompletionBody, TokenizeBody
 from kvarn.serve.http.security import Security, check_body, check_key, check_site, guard
 from kvarn.serve.http.service import Served, Service
@@ -65,7 +66,8 @@ def _routes(service: Service) -> FastAPI:
         if body.model is not None:
             check_model(served, body.model)
         if body.messages is not None:
-            tokens = await encode_messages(served, body.messages)
+            conversation = Conversation(messages=[message.for_template for message in body.messages])
+            tokens = await encode_conversation(served, conversation)
         else:
             text = body.prompt or ""
             tokens = await encode(lambda: served.tokenizer.encode(text), "prompt")

@@ -9,8 +9,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvarn.serve.http.answer import Answer, Token, respond
-from kvarn.serve.http.params import check_model, encode_messages, request_params
+from kvarn.serve.http.answer import Answer, Progress, Token, respond
+from kvarn.serve.http.conversation import Conversation, prepare
+from kvarn.serve.http.params import check_model
+from kvarn.serve.http.parts import CallArguments, CallStart, Part, Text, Thought
 from kvarn.serve.http.schema import ChatBody
 from kvarn.serve.http.service import Service
 
@@ -31,9 +33,18 @@ class ChatForm:
 
     def whole(self, index: int, answer: Answer) -> dict[str, Any]:
         """See kvarn.serve.http.answer.Form."""
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.thought:
+            message["reasoning_content"] = answer.thought
+        if answer.calls:
+            message["content"] = answer.text or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in answer.calls
+            ]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(answer.tokens),
             "finish_reason": answer.finish_reason,
         }
@@ -43,14 +54,18 @@ class ChatForm:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, text: str, tokens: Sequence[Token], finish_reason: str | None) -> dict[str, Any]:
+    def deltas(self, progress: Progress) -> list[dict[str, Any]]:
         """See kvarn.serve.http.answer.Form."""
-        return {
-            "index": index,
-            "delta": {"content": text} if text else {},
-            "logprobs": self._logprobs(tokens) if tokens else None,
-            "finish_reason": finish_reason,
-        }
+        deltas = [_delta(part) for part in progress.parts]
+        if not deltas and (progress.tokens or progress.finish_reason is not None):
+            deltas.append({})
+        choices: list[dict[str, Any]] = [
+            {"index": progress.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+        ]
+        if choices:
+            choices[0]["logprobs"] = self._logprobs(progress.tokens) if progress.tokens else None
+            choices[-1]["finish_reason"] = progress.finish_reason
+        return choices
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not self.logprobs:
@@ -62,6 +77,19 @@ class ChatForm:
         return {"content": content, "refusal": None}
 
 
+def _delta(part: Part) -> dict[str, Any]:
+    match part:
+        case Text(text):
+            return {"content": text}
+        case Thought(text):
+            return {"reasoning_content": text}
+        case CallStart(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
 def _entry(text: bytes, logprob: float) -> dict[str, Any]:
     return {"token": text.decode(errors="replace"), "logprob": logprob, "bytes": list(text)}
 
@@ -71,16 +99,23 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     served = service.check_ready()
     check_model(served, body.model)
     service.check_room()
-    prompt = await encode_messages(served, body.messages)
-    params = request_params(
+    prepared = await prepare(
         service,
+        Conversation(messages=[message.for_template for message in body.messages]),
         body,
-        prompt,
         max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
         logprobs=body.top_logprobs or 0,
         tenant=request.state.tenant,
-        param="messages",
     )
     form = ChatForm(model=served.id, logprobs=body.logprobs)
     usage = body.stream_options is not None and body.stream_options.include_usage
-    return await respond(service, request, [params], form, stream=body.stream, usage=usage)
+    return await respond(
+        service,
+        request,
+        [prepared.params],
+        form,
+        stream=body.stream,
+        usage=usage,
+        parser=prepared.parser,
+        thinks=prepared.thinks,
+    )

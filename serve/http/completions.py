@@ -9,8 +9,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvarn.serve.http.answer import Answer, Token, respond
+from kvarn.serve.http.answer import Answer, Progress, Token, respond
 from kvarn.serve.http.params import check_model, encode, request_params
+from kvarn.serve.http.parts import Text
 from kvarn.serve.http.schema import CompletionBody
 from kvarn.serve.http.service import Service
 
@@ -34,14 +35,20 @@ class CompletionForm:
     def whole(self, index: int, answer: Answer) -> dict[str, Any]:
         """See kvarn.serve.http.answer.Form."""
         echo = self.echoes[index // self.n] if self.echoes is not None else ""
-        return self.delta(index, echo + answer.text, answer.tokens, answer.finish_reason)
+        return self._choice(index, echo + answer.text, answer.tokens, answer.finish_reason)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """See kvarn.serve.http.answer.Form."""
-        return None if self.echoes is None else self.delta(index, self.echoes[index // self.n], [], None)
+        return None if self.echoes is None else self._choice(index, self.echoes[index // self.n], [], None)
 
-    def delta(self, index: int, text: str, tokens: Sequence[Token], finish_reason: str | None) -> dict[str, Any]:
+    def deltas(self, progress: Progress) -> list[dict[str, Any]]:
         """See kvarn.serve.http.answer.Form."""
+        text = "".join(part.text for part in progress.parts if isinstance(part, Text))
+        if not (text or progress.tokens or progress.finish_reason):
+            return []
+        return [self._choice(progress.index, text, progress.tokens, progress.finish_reason)]
+
+    def _choice(self, index: int, text: str, tokens: Sequence[Token], finish_reason: str | None) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,

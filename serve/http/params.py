@@ -9,7 +9,7 @@ from kvarn.errors import UsageError
 from kvarn.request import RequestParams
 from kvarn.sampling import SamplingParams
 from kvarn.serve.http.errors import ApiError, from_kvarn
-from kvarn.serve.http.schema import Generation, Message
+from kvarn.serve.http.schema import Generation
 from kvarn.serve.http.service import Served, Service
 from kvarn.serve.tokenizer import stop_token_ids
 
@@ -33,20 +33,6 @@ async def encode(tokenize: Callable[[], T], param: str) -> T:
         return await asyncio.to_thread(tokenize)
     except UsageError as error:
         raise from_kvarn(error, param=param) from error
-
-
-async def encode_messages(served: Served, messages: list[Message]) -> list[int]:
-    """A conversation in the model's chat template. One rule: a last message of the assistant is continued."""
-    if not served.tokenizer.has_chat_template:
-        raise ApiError(
-            400,
-            f"{served.id} has no chat template; send the text to /v1/completions",
-            code="no_chat_template",
-            param="messages",
-        )
-    continues = messages[-1].role == "assistant"
-    conversation = [message.for_template for message in messages]
-    return await encode(lambda: served.tokenizer.encode_chat(conversation, continue_final=continues), "messages")
 
 
 def request_params(
