@@ -6,7 +6,7 @@ import pytest
 from kvarn import reference
 from kvarn.errors import SealError
 from kvarn.format import SealStatus, TileFormat
-from kvarn.selfcheck import FORMATS, Floats, run_checks
+from kvarn.selfcheck import FORMATS, Floats, quick_check, run_checks
 from kvarn.tile import Bytes
 
 
@@ -78,3 +78,53 @@ def test_whatever_is_wrong_fails_and_says_where(which: str) -> None:
     assert all(check.detail for check in failed)
     if which == "an exception":
         assert "RuntimeError: no such kernel" in failed[0].detail
+
+
+class Watched(Oracle):
+    """The oracle, which notes what it was asked for; wrong where `wrong` says so."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+        self.spans: set[tuple[int, int]] = set()
+        self.flags: set[int] = set()
+        self.inputs: list[Floats] = []
+
+    def seal(self, keys: Floats, values: Floats, fmt: TileFormat) -> tuple[Bytes, Bytes, Bytes]:
+        tiles, flags, status = super().seal(keys, values, fmt)
+        tiles[1, -1] ^= self.wrong == "seal"
+        return tiles, flags, status
+
+    def attend(
+        self, query: Floats, keys: Floats, values: Floats, tiles: Bytes, flags: Bytes, start: int, fmt: TileFormat
+    ) -> Floats:
+        self.spans.add((start, len(keys)))
+        self.flags |= set(flags[:, 0].tolist())
+        self.inputs += [query, keys, values]
+        kind = "decode" if len(query) == 1 else "prefill" if len(query) > 8 else "verify"
+        return super().attend(query, keys, values, tiles, flags, start, fmt) * (1 + 1e-3 * (kind == self.wrong))
+
+
+def test_every_format_sees_one_query_a_few_and_many() -> None:
+    oracle = Watched()
+    assert all(check.passed for check in run_checks(oracle))
+    for g in {fmt.tile_tokens for fmt in FORMATS}:
+        length = 4 * g + 5
+        assert {(length - 1, length), (length - 4, length), (4 * g - 2, 4 * g + 2), (2 * g, length)} <= oracle.spans
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 2), (14, 2)])
+def test_the_quick_check_passes_the_oracle_and_reads_both_bases(heads: int, kv_heads: int) -> None:
+    for fmt in FORMATS[1], FORMATS[2]:
+        oracle = Watched()
+        quick_check(oracle, fmt, heads=heads, kv_heads=kv_heads)
+        assert oracle.flags == {0, 1}
+        assert {stop - start for start, stop in oracle.spans} == {1, 4, 12}
+        for x in oracle.inputs:  # 8 bits of mantissa and no small numbers: bfloat16 and float16 hold them
+            np.testing.assert_array_equal(x.view(np.uint32) & 0xFFFF, 0)
+            np.testing.assert_array_equal(x.astype(np.float16), x)
+
+
+@pytest.mark.parametrize("wrong", ["seal", "decode", "verify", "prefill"])
+def test_the_quick_check_fails_for_whatever_is_wrong(wrong: str) -> None:
+    with pytest.raises(AssertionError, match="differ from the oracle's" if wrong == "seal" else "relative error"):
+        quick_check(Watched(wrong), FORMATS[2], heads=3, kv_heads=1)

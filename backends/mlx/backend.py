@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvarn.backend import LoadOptions, MemoryReport, ModelInfo, Record
 from kvarn.backends.mlx import ops
-from kvarn.backends.mlx.kernels import kernels
+from kvarn.backends.mlx.choose import choose
 from kvarn.backends.mlx.model import Attention, LoadedModel, available_bytes, load_model, read_config
 from kvarn.backends.mlx.pool import Pool
 from kvarn.backends.mlx.self_test import self_test
@@ -58,6 +58,8 @@ class MlxBackend:
         )
         self.pool_size = pool_size(plan, model.dtype.size)
         self._pool: Pool | None = None
+        with mx.stream(_device(model)):
+            self.operations = choose(plan, model.dtype)
 
     @property
     def pool(self) -> Pool:
@@ -89,8 +91,9 @@ class MlxBackend:
         failures: list[Failure] = []
         with mx.stream(_device(self.model)):
             for group in [plan.spans] if together else [(span,) for span in plan.spans]:
-                step = Step(self.pool, self.info.plan, group, first=len(outputs))
-                logits = self.model.forward(step.tokens, step.positions, step.rows, step.attend)
+                step = Step(self.pool, self.info.plan, self.operations, group, first=len(outputs))
+                layout = step.layout
+                logits = self.model.forward(layout.tokens, layout.positions, layout.rows, step.attend)
                 result = step.finish(logits)
                 outputs += result.outputs
                 failures += result.failures
@@ -136,17 +139,14 @@ class MlxBackend:
             self.pool.flush()
 
     def route(self) -> Mapping[str, str]:
-        why = f"plain MLX operations on the {self.model.device}"
-        if kernels.available():
-            kernel = f"{why}; kvarn doctor checks the Metal kernel on this device, steps do not call it yet"
-        else:
-            kernel = f"{why}; the Metal kernel needs a Mac's GPU"
+        plain = f"plain MLX operations on the {self.model.device}"
         several = (
             "sequences of one step run together, a row per token"
             if self.model.batched
             else "sequences of one step run one after another: this model takes no positions per row"
         )
-        routes = dict.fromkeys(("seal", "attend"), kernel) | dict.fromkeys(("unseal", "attend_exact"), why)
+        routes = dict.fromkeys(("seal", "attend"), self.operations.why)
+        routes |= dict.fromkeys(("unseal", "attend_exact"), plain)
         return routes | {"step": several}
 
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvarn.backends.mlx import ops
+from kvarn.backends.mlx.choose import VARIABLE, OverNumpy
 from kvarn.backends.mlx.kernels import kernels, probe
 from kvarn.format import TileFormat
 from kvarn.selfcheck import TOLERANCE, Floats
@@ -24,18 +25,20 @@ def describe() -> str:
             "rotate, seal, attend and prefill, and the probe of contraction"
         )
     name = f"{mx.device_info().get('device_name', 'Metal')}, macOS {platform.mac_ver()[0]}"
-    return f"{name}; plain MLX operations and Metal kernels, both checked; {probe.contraction()}"
+    return (
+        f"{name}; plain MLX operations and Metal kernels, both checked; steps run the kernels unless {VARIABLE}=off; "
+        f"{probe.contraction()}"
+    )
 
 
 class Operations:
     """See kvarn.selfcheck.Operations."""
 
     def seal(self, keys: Floats, values: Floats, fmt: TileFormat) -> tuple[Bytes, Bytes, Bytes]:
-        args = (mx.array(keys), mx.array(values), fmt)
-        tiles, flags, status = (np.array(x) for x in ops.seal(*args))
+        tiles, flags, status = OverNumpy(ops.seal, ops.attend).seal(keys, values, fmt)
         if kernels.available():
             plain = (tiles, flags, status)
-            tiles, flags, status = (np.array(x) for x in kernels.seal(*args))
+            tiles, flags, status = OverNumpy(kernels.seal, kernels.attend).seal(keys, values, fmt)
             sealed = status == 0  # the bytes of a refused tile mean nothing
             for what, x, y in zip(("bytes", "flags", "status words"), (tiles, flags, status), plain, strict=True):
                 same = np.array_equal(x, y) if what == "status words" else np.array_equal(x[sealed], y[sealed])
@@ -49,15 +52,10 @@ class Operations:
     def attend(
         self, query: Floats, keys: Floats, values: Floats, tiles: Bytes, flags: Bytes, start: int, fmt: TileFormat
     ) -> Any:
-        g = fmt.tile_tokens
-        both = mx.array(np.stack([keys, values])).swapaxes(1, 2)  # [2, Hk, T, D]
-        blocks = mx.arange(len(tiles), dtype=mx.int32)
-        sink, window = both[:, :, :g], both[:, :, start // g * g :]
-        pool = (mx.array(tiles), mx.array(flags), blocks)
-        args = (mx.array(query), sink, window, *pool, start, fmt.head_dim**-0.5, fmt)
-        out = np.array(ops.attend(*args))
+        args = (query, keys, values, tiles, flags, start, fmt)
+        out = OverNumpy(ops.seal, ops.attend).attend(*args)
         if kernels.available():
-            plain, out = out, np.array(kernels.attend(*args))
+            plain, out = out, OverNumpy(kernels.seal, kernels.attend).attend(*args)
             error = float(np.abs(out - plain).max() / np.abs(plain).max())
             assert error < TOLERANCE, f"the Metal kernel and plain MLX differ by {error:.1e}, at most {TOLERANCE:.0e}"
         return out

@@ -19,6 +19,8 @@ ROTATE_SIMDGROUPS = 8
 ATTEND_THREADS = 128  # SIMDS of attend.metal times 32
 MOST_QUERIES = 8  # of decode and verify
 MOST_ROWS = 8  # query heads of one kv head, over all queries, that one threadgroup of attention takes
+FEWEST_ELEMENTS = 8  # of an array that MLX hands over as `device`; smaller ones are another source, compiled anew
+NO_BLOCK = 2**24  # beyond every pool: a kernel that reads it is found on the host runner
 PREFILL_ROWS = 32  # BLOCK_ROWS of prefill.metal
 PREFILL_CHANNELS = 256  # SLICE of prefill.metal, at most
 WANTED_THREADGROUPS = 256  # of attention: a few for every core of the largest device
@@ -91,6 +93,13 @@ def _attend_kernel(fmt: TileFormat, ratio: int, rows: int) -> Any:
     return metal_kernel(name, names, ["partials", "stats"], body, header, ensure_row_contiguous=False)
 
 
+def _padded(blocks: array) -> array:
+    """A block table that is long enough to be `device` memory; what is added is never read."""
+    if len(blocks) >= FEWEST_ELEMENTS:
+        return mx.contiguous(blocks)
+    return mx.pad(blocks, (0, FEWEST_ELEMENTS - len(blocks)), constant_values=mx.array(NO_BLOCK, mx.int32))
+
+
 @cache
 def _combine_kernel(head_dim: int) -> Any:
     header, body = compose("combine", head_dim_constants(head_dim))
@@ -119,13 +128,13 @@ def attend(
     hk, g = window.shape[1], fmt.tile_tokens
     ratio = h // hk
     chunks = -(-n * ratio // MOST_ROWS)
-    rows = -(-n * ratio // chunks)
+    # Two kernels for a model, decode's and one for every other count: a stream would wait while more are compiled.
+    rows = -(-ratio // chunks) if n == 1 else MOST_ROWS
     sealed = len(blocks)
     exact_parts = 1 + -(-window.shape[2] // g)
     per_part = min(max(sealed * hk * chunks // WANTED_THREADGROUPS, 1), MOST_TILES_PER_PART)
     parts = exact_parts + -(-sealed // per_part)
-    query, tiles, flags = mx.contiguous(query), mx.contiguous(tiles), mx.contiguous(flags)
-    blocks = mx.contiguous(blocks) if sealed else mx.zeros(1, mx.int32)
+    query, tiles, flags, blocks = mx.contiguous(query), mx.contiguous(tiles), mx.contiguous(flags), _padded(blocks)
     sizes = mx.array([start, n, window.shape[2], sealed, per_part, hk], dtype=mx.int32)
     partials, stats = _attend_kernel(fmt, ratio, rows)(
         inputs=[query, rotate(query), sink, window, tiles, flags, blocks, sizes, scale],
@@ -180,8 +189,7 @@ def _prefill(
     sealed, slices = len(blocks), max(d // PREFILL_CHANNELS, 1)
     per_part = max(sealed * row_blocks * hk * slices // WANTED_THREADGROUPS, 1)
     parts = 1 + -(-sealed // per_part)
-    tiles, flags = mx.contiguous(tiles), mx.contiguous(flags)
-    blocks = mx.contiguous(blocks) if sealed else mx.zeros(1, mx.int32)
+    tiles, flags, blocks = mx.contiguous(tiles), mx.contiguous(flags), _padded(blocks)
     sizes = mx.array([start, n, sealed, per_part], dtype=mx.int32)
     partials, stats = _prefill_kernel(fmt, ratio)(
         inputs=[rows, rotate(rows), sink, window, tiles, flags, blocks, sizes, scale],

@@ -40,7 +40,7 @@ def test_clang_accepts_every_address_space(dtype: mx.Dtype, launches: list[str])
     launches.clear()
     kernels.seal(*(mx.array(x) for x in normal(1, 2, 1, 64, 64)), make(64))
     seq = sequence(3 * 64 + 9, make(64), 2, seed=7, dtype=dtype)
-    for count in (1, 9):  # few blocks and flags: their buffers are `constant`
+    for count in (1, 9):
         attend(normal(8, count, 6, 64), seq, len(seq.keys) - count, 0.125, dtype)
     assert {name for name in KERNELS for text in launches if f"custom_kernel_kvarn_{name}_" in text} == set(KERNELS)
     for text in launches:
