@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvarn.backend import LoadOptions, MemoryReport, ModelInfo, Record
 from kvarn.backends.triton import ops
-from kvarn.backends.triton.cpu.choose import choose
+from kvarn.backends.triton.decoder import Decoder, capturer, usable
+from kvarn.backends.triton.dispatch import Operations, choose
 from kvarn.backends.triton.model import Attention, LoadedModel, available_bytes, load_model, read_config, self_test
 from kvarn.backends.triton.pool import Pool
 from kvarn.backends.triton.step import Step
@@ -62,6 +63,7 @@ class TorchBackend:
         )
         self.pool_size = pool_size(plan, model.dtype.itemsize)
         self._pool: Pool | None = None
+        self._decoder: Decoder | None = None
 
     @property
     def pool(self) -> Pool:
@@ -82,14 +84,28 @@ class TorchBackend:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def allocate(self, num_blocks: int, num_slots: int) -> MemoryReport:
-        self._pool = None
-        choose(self.info.plan.tile_format, self.model.device)  # builds its kernels now rather than in a step
-        self._pool = Pool(self.info.plan, num_blocks, num_slots, self.model.dtype, self.model.device)
+        self._pool = self._decoder = None
+        plan, device = self.info.plan, self.model.device
+        operations = self._operations()  # builds its kernels now rather than in a step
+        self._pool = Pool(plan, num_blocks, num_slots, self.model.dtype, device, spare=operations.triton)
+        if usable(plan, operations) is None:
+            capture = capturer(device) if device.startswith("cuda") else None
+            self._decoder = Decoder(self.model, plan, self._pool, operations, capture)
         return self._pool.report()
+
+    def _operations(self) -> Operations:
+        plan = self.info.plan
+        kv_heads = plan.sealed[0].num_kv_heads if plan.sealed else None
+        return choose(
+            plan.tile_format, self.model.device, heads=plan.num_heads, kv_heads=kv_heads, dtype=self.model.dtype
+        )
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        step = Step(self.pool, self.info.plan, plan.spans, self.model.device)
+        pool, decoder = self.pool, self._decoder
+        if decoder is not None and decoder.takes(plan.spans):
+            return decoder.run(plan.spans)
+        step = Step(pool, self.info.plan, plan.spans, self.model.device, self._operations())
         logits = self.model.forward(step.tokens, step.positions, step.rows, step.attend)
         return step.finish(logits)
 
@@ -126,8 +142,14 @@ class TorchBackend:
 
     def route(self) -> Mapping[str, str]:
         plain = f"plain torch operations on {self.model.device}"
-        why = choose(self.info.plan.tile_format, self.model.device).why
-        return dict.fromkeys(("seal", "decode", "attend"), why) | dict.fromkeys(("unseal", "attend_exact"), plain)
+        operations = self._operations()
+        route = dict.fromkeys(("seal", "decode", "attend"), operations.why)
+        route |= dict.fromkeys(("unseal", "attend_exact"), plain)
+        if self.model.device.startswith("cuda"):
+            why_not = usable(self.info.plan, operations)
+            graphs = "not before allocate" if self._decoder is None else self._decoder.graphs
+            route["graphs"] = graphs if why_not is None else f"none: {why_not}"
+        return route
 
 
 def _host(x: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvarn.backends.triton import ops
-from kvarn.backends.triton.cpu.choose import choose
+from kvarn.backends.triton.dispatch import choose
 from kvarn.format import Preset, TileFormat
 from kvarn.selfcheck import Floats
 from kvarn.tile import Bytes

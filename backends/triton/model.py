@@ -174,6 +174,15 @@ class LoadedModel:
         logits: Tensor = output.logits[0]
         return logits if len(logits) == len(rows) else logits[rows]  # some families return every token's logits
 
+    @torch.inference_mode()
+    def forward_rows(self, tokens: Tensor, positions: Tensor, hook: Hook) -> Tensor:
+        """Run int32 `[B]` tokens at positions, on the device; logits `[B, vocab]` of all. Reads nothing on the host."""
+        output = self.module(
+            input_ids=tokens.long()[None], position_ids=positions.long()[None], use_cache=False, kvarn_hook=hook
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
 
 def read_config(model_dir: Path, rope_scaling: Mapping[str, Any] | None = None) -> Any:
     """The model's configuration as transformers understands it, with a RoPE override.

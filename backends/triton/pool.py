@@ -16,7 +16,12 @@ from kvarn.model_plan import ModelPlan
 class Pool:
     """The tensors of one backend; indices come from the core."""
 
-    def __init__(self, plan: ModelPlan, num_blocks: int, num_slots: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, plan: ModelPlan, num_blocks: int, num_slots: int, dtype: torch.dtype, device: str, *, spare: bool = False
+    ) -> None:
+        """`spare`: one slot more, which padded rows of a decode step write and nobody reads."""
+        self.spare = num_slots  # its index
+        num_slots += spare
         self.row = {layer.index: i for i, layer in enumerate(plan.sealed)}  # layer index -> its row in `tiles`
         fmt = plan.tile_format
         try:

@@ -1,19 +1,24 @@
 """One step on its way through the model: what every layer does with the spans of a plan."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvarn.backends.triton import ops
-from kvarn.backends.triton.cpu.choose import choose
+from kvarn.backends.triton.decoder import decode_row, table_width
+from kvarn.backends.triton.dispatch import Operations
 from kvarn.backends.triton.model import Attention
 from kvarn.backends.triton.pool import Pool
-from kvarn.backends.triton.sampling import sample
-from kvarn.format import SealStatus
+from kvarn.backends.triton.results import Status, failures, outputs, seal_slots
 from kvarn.model_plan import Layer, ModelPlan
-from kvarn.step import Failure, Span, SpanOutput, StepResult
+from kvarn.step import Span, StepResult
 from kvarn.visibility import completed_tiles, num_sealed
+
+if TYPE_CHECKING:  # they import triton, which a machine without CUDA may lack
+    from kvarn.backends.triton.kernels.operations import Prefill
+    from kvarn.backends.triton.kernels.rows import Rows
 
 
 class _Decoding:
@@ -35,21 +40,22 @@ class _Decoding:
         self.own, self.offset = step.ids([x for x, _ in own]), step.ids([x for _, x in own])
         self.pages = ops.Pages(*(step.ids([page[k] for page in pages]) for k in range(3)))
         self.tiles = ops.Tiles(*(step.ids([block[k] for block in blocks]) for k in range(2)))
-        self.sealing = [i for i, span in self.spans.items() if span.seal_into]
-        self.full = step.ids([step.slot(span, span.start // g) for span in self.spans.values() if span.seal_into])
-        self.into = step.ids([span.seal_into[0] for span in self.spans.values() if span.seal_into])
+        self.sealing = [
+            (i, step.slot(span, span.start // g), span.seal_into[0]) for i, span in self.spans.items() if span.seal_into
+        ]
+        self.table = step.table(list(self.spans.values()))
 
 
 class Step:
     """One step on its way through the model: the layers call `attend`, `finish` reads everything at once."""
 
-    def __init__(self, pool: Pool, plan: ModelPlan, spans: Sequence[Span], device: str) -> None:
+    def __init__(self, pool: Pool, plan: ModelPlan, spans: Sequence[Span], device: str, operations: Operations) -> None:
         self.pool = pool
         self.plan = plan
         self.spans = spans
         self.device = device
         self.format = plan.tile_format
-        self.ops = choose(self.format, device)
+        self.ops = operations
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.rows: list[int] = []  # token indices whose logits are wanted
@@ -63,7 +69,9 @@ class Step:
             self.rows.extend(range(len(self.tokens) - span.num_logits, len(self.tokens)))
             self.blocks.append(self.ids([*span.blocks, *span.seal_into]))
         self.decoding = _Decoding(self)
-        self.status: list[tuple[int, int, Tensor]] = []  # (span, layer, status words [tiles, Hk])
+        self.chunks = [(i, span) for i, span in enumerate(spans) if len(span.tokens) > 1]
+        self.prefill = self._plan_prefill()
+        self.status: list[Status] = []
 
     def ids(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self.device)
@@ -77,6 +85,9 @@ class Step:
         if together and self.decoding.spans:
             rows = self.decoding.rows
             output[rows] = self._decode(call, layer).to(output.dtype)
+        if self.prefill is not None and layer.kind == "sealed":
+            self._prefill(call, layer, output)
+            return output
         for i, span in enumerate(self.spans):
             if together and i in self.decoding.spans:
                 continue
@@ -87,26 +98,75 @@ class Step:
             output[part] = attend(call, layer, i, call.query[part], window).to(output.dtype)
         return output
 
+    def table(self, spans: Sequence[Span]) -> "Rows | None":
+        """Spans of one token as the Triton kernels read them; None where others run."""
+        if not self.ops.triton or not spans:
+            return None
+        from kvarn.backends.triton.kernels.rows import Rows
+
+        fmt, plan = self.format, self.plan
+        assert fmt is not None
+        table = Rows(
+            len(spans),
+            width=table_width(plan),
+            spare=self.pool.spare,
+            heads=plan.num_heads,
+            kv_heads=plan.sealed[0].num_kv_heads,
+            fmt=fmt,
+            device=self.device,
+        )
+        table.fill([decode_row(span, fmt.tile_tokens) for span in spans])
+        return table
+
     def _decode(self, call: Attention, layer: Layer) -> Tensor:
         """The spans of one token: append them all, attend. What they complete is sealed at the end of the step, for a
         query reads its own tile exactly."""
         d = self.decoding
         pool = self.pool.pages(layer.index)
-        pool[d.own, :, :, d.offset] = torch.stack([call.key[d.rows], call.value[d.rows]], dim=1)
         row = self.pool.row.get(layer.index)
         tiles, flags = (None, None) if row is None else (self.pool.tiles[row], self.pool.flags[row])
-        return self.ops.decode(call.query[d.rows], pool, d.pages, tiles, flags, d.tiles, call.scale, self.format)
+        query, key, value = call.query[d.rows], call.key[d.rows], call.value[d.rows]
+        if d.table is not None and tiles is not None and flags is not None:
+            return d.table.attend(query, key, value, pool, tiles, flags, call.scale)
+        pool[d.own, :, :, d.offset] = torch.stack([key, value], dim=1)
+        return self.ops.decode(query, pool, d.pages, tiles, flags, d.tiles, call.scale, self.format)
 
-    def _seal_decoded(self) -> None:
-        """Seal the tiles that the spans of one token completed, all layers at once."""
-        d, fmt = self.decoding, self.format
-        if not d.sealing or fmt is None:
-            return
-        keys, values = self.pool.slots[d.full].float().unbind(2)  # [sealing, L, Hk, G, D] each
-        tiles, flags, status = self.ops.seal(keys, values, fmt)
-        self.pool.tiles[:, d.into], self.pool.flags[:, d.into] = tiles.transpose(0, 1), flags.transpose(0, 1)
-        for j, i in enumerate(d.sealing):
-            self.status += [(i, layer, status[j, row : row + 1]) for layer, row in self.pool.row.items()]
+    def _plan_prefill(self) -> "Prefill | None":
+        """The spans of several tokens, for the Triton kernels; None where others run."""
+        fmt, plan = self.format, self.plan
+        if not self.ops.triton or fmt is None or not self.chunks:
+            return None
+        from kvarn.backends.triton.kernels.operations import plan_prefill
+
+        return plan_prefill(
+            [(span.start, len(span.tokens), span.slots[0]) for _, span in self.chunks],
+            [[*span.blocks, *span.seal_into] for _, span in self.chunks],
+            heads=plan.num_heads,
+            kv_heads=plan.sealed[0].num_kv_heads,
+            fmt=fmt,
+            dtype=self.pool.slots.dtype,
+            device=self.device,
+        )
+
+    def _prefill(self, call: Attention, layer: Layer, output: Tensor) -> None:
+        """The spans of several tokens in one sealed layer: append and seal each, attend all in one launch."""
+        assert self.prefill is not None
+        row = self.pool.row[layer.index]
+        tiles, flags = self.pool.tiles[row], self.pool.flags[row]
+        parts = [slice(self.starts[i], self.starts[i] + len(span.tokens)) for i, span in self.chunks]
+        windows = []
+        for part, (i, span) in zip(parts, self.chunks, strict=True):
+            fresh = torch.stack([call.key[part], call.value[part]]).transpose(1, 2)  # [2, Hk, N, D]
+            windows.append(self._append(layer, span, fresh))
+            self._seal_completed(layer, i, windows[-1])
+        alone = len(parts) == 1
+        query = call.query[parts[0]] if alone else torch.cat([call.query[part] for part in parts])
+        pool = self.pool.pages(layer.index)
+        attended = self.prefill.attend(query, windows, pool, tiles, flags, call.scale)
+        at = 0
+        for part in parts:
+            output[part] = attended[at : at + part.stop - part.start]
+            at += part.stop - part.start
 
     def slot(self, span: Span, tile: int) -> int:
         """The slot that holds a tile of this span while it is exact."""
@@ -138,15 +198,21 @@ class Step:
         tiles = completed_tiles(span.start, span.stop, g)
         return torch.stack([window[:, :, t * g - base : (t + 1) * g - base] for t in tiles], dim=1)
 
+    def _seal_completed(self, layer: Layer, i: int, window: Tensor) -> None:
+        """Seal the tiles that span i completes, out of its window."""
+        span, row = self.spans[i], self.pool.row[layer.index]
+        if not span.seal_into:
+            return
+        keys, values = self._complete(span, window).float()
+        into = self.blocks[i][len(span.blocks) :]
+        self.pool.tiles[row][into], self.pool.flags[row][into], status = self.ops.seal(keys, values, self.format)
+        self.status.append(Status(i, layer.index, status))
+
     def _attend_sealed(self, call: Attention, layer: Layer, i: int, query: Tensor, window: Tensor) -> Tensor:
         span, row, fmt = self.spans[i], self.pool.row[layer.index], self.format
         assert fmt is not None
         tiles, flags = self.pool.tiles[row], self.pool.flags[row]
-        if span.seal_into:
-            keys, values = self._complete(span, window).float()
-            into = self.blocks[i][len(span.blocks) :]
-            tiles[into], flags[into], status = self.ops.seal(keys, values, fmt)
-            self.status.append((i, layer.index, status))
+        self._seal_completed(layer, i, window)
         reads = num_sealed(span.stop - 1, fmt.tile_tokens)
         sink = self.pool.slot(layer.index, span.slots[0])
         return self.ops.attend(query, sink, window, tiles, flags, self.blocks[i][:reads], span.start, call.scale, fmt)
@@ -175,36 +241,7 @@ class Step:
         )
 
     def finish(self, logits: Tensor) -> StepResult:
-        """Sample, and read tokens, logits and status words back in one go."""
-        self._seal_decoded()
-        outputs: list[SpanOutput] = []
-        sampled = [i for i, span in enumerate(self.spans) if span.sampling is not None]
-        at, rows = 0, {}
-        for i, span in enumerate(self.spans):
-            rows[i] = slice(at, at + span.num_logits)
-            at += span.num_logits
-        chosen = {}
-        if sampled:
-            params = [s for span in self.spans if (s := span.sampling) is not None]
-            chosen = dict(zip(sampled, sample(torch.cat([logits[rows[i]] for i in sampled]), params), strict=True))
-        for i, span in enumerate(self.spans):
-            if i in chosen:
-                one = chosen[i]
-                outputs.append(SpanOutput(token=one.token, logprob=one.logprob, top_logprobs=one.top_logprobs))
-            elif span.want == "none":
-                outputs.append(SpanOutput())
-            else:
-                outputs.append(SpanOutput(logits=logits[rows[i]].float().cpu().numpy()))
-        return StepResult(outputs=tuple(outputs), failures=self._failures())
-
-    def _failures(self) -> tuple[Failure, ...]:
-        if not self.status:
-            return ()
-        worst = torch.stack([status.amax() for _, _, status in self.status]).tolist()
-        failures = []
-        for (i, layer, status), bad in zip(self.status, worst, strict=True):
-            if bad:
-                head = int(status.amax(0).argmax())
-                reason = SealStatus(int(status[:, head].amax())).reason
-                failures.append(Failure(span=i, layer=layer, kv_head=head, reason=reason))
-        return tuple(failures)
+        """Seal what decode completed, sample, and read tokens, logits and status words back."""
+        if self.format is not None:
+            self.status += seal_slots(self.pool, self.ops, self.format, self.decoding.sealing)
+        return StepResult(outputs=outputs(self.spans, logits), failures=failures(self.status))

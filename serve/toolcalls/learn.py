@@ -30,7 +30,9 @@ _CHUNK = re.compile(r"<[^<>]*>?|\[[^\[\]]*\]?|\s+|[^<\[\s]+")
 class Template(Protocol):
     """What is asked of a tokenizer; see kvarn.serve.tokenizer."""
 
-    template: str
+    @property
+    def template(self) -> str:
+        """The template's text."""
 
     def render(
         self,

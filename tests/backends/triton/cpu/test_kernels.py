@@ -307,9 +307,9 @@ def test_on_the_demo_model_every_operation_gives_what_the_plain_one_gives(
     demo_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvarn.backend import LoadOptions
-    from kvarn.backends.triton import step
+    from kvarn.backends.triton import backend as backend_module
     from kvarn.backends.triton.backend import load
-    from kvarn.backends.triton.cpu.choose import Operations
+    from kvarn.backends.triton.dispatch import Operations
     from kvarn.engine import Engine, EngineConfig
     from kvarn.format import Preset
     from kvarn.request import RequestParams
@@ -329,7 +329,7 @@ def test_on_the_demo_model_every_operation_gives_what_the_plain_one_gives(
         return functools.partial(run)
 
     checked = Operations(seal=both("seal"), decode=both("decode"), attend=both("attend"), why="")
-    monkeypatch.setattr(step, "choose", lambda fmt, device: checked)
+    monkeypatch.setattr(backend_module, "choose", lambda *args, **kwargs: checked)
     backend = load(demo_dir, Preset(), LoadOptions(dtype="float32", device="cpu"))
     engine = Engine(backend, EngineConfig(context=400, max_sequences=1, blocks=4, slots=4, prefill_chunk=256))
     prompt = tuple(torch.randint(10, 40000, (382,), generator=torch.Generator().manual_seed(0)).tolist())
