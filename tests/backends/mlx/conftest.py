@@ -1,14 +1,11 @@
 """What the MLX tests share. Where MLX is not installed they are skipped, with the name of what is missing."""
 
 import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # for small_models.py
 
 NEEDED = {"mlx.core": "mlx (on Linux also mlx-cpu)", "mlx_lm": "mlx-lm", "torch": "torch"}
 

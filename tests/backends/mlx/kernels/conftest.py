@@ -41,6 +41,20 @@ def host(launches: list[str]) -> Iterator[None]:
 
 
 @pytest.fixture
+def one_schedule(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For long lists of shapes: the random schedule alone, with every check but the comparison of three."""
+    from metal_host.mlx_kernel import metal_kernel
+
+    from kvarn.backends.mlx.kernels import kernels
+
+    monkeypatch.setattr(kernels, "metal_kernel", partial(metal_kernel, schedules=("random",)))
+    _clear()
+    yield
+    monkeypatch.undo()
+    _clear()
+
+
+@pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """`plant(old, new)`: the kernels' sources with one text, found at `occurrence`, replaced; options of the runner."""
     from metal_host.mlx_kernel import metal_kernel

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from cases import PRESETS, TOLERANCE, Floats, Sequence, assert_attends, attend, make, normal, seal_sequence, sequence
+from cases import PRESETS, TOLERANCE, assert_attends, attend, make, sequence
 from metal_host import MetalHostError
+from operation_cases import normal, rounded, with_changed_token
 
 from kvarn.backends.mlx.kernels import kernels, source
-from kvarn.format import HEAD_DIMS
+from kvarn.format import HEAD_DIMS, TILE_TOKENS
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 385)
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -39,10 +39,71 @@ def test_decode_and_verify_at_every_shape(d: int, g: int, bits: tuple[int, int],
     assert_attends(normal(d, length, seq.keys.shape[1] * ratio, d)[-count:], seq, length - count)
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_keys_and_queries_of_16_bits_lose_nothing_more(dtype: mx.Dtype) -> None:
+# --- the shape lists of the Triton kernels' tests
+
+
+def edges(g: int) -> tuple[int, ...]:
+    """Lengths around every tile edge."""
+    return (1, g - 1, g, g + 1, 2 * g - 1, 2 * g, 2 * g + 1, 3 * g - 1, 3 * g, 3 * g + 5, 4 * g)
+
+
+@pytest.mark.parametrize("g", TILE_TOKENS)
+@pytest.mark.parametrize("bits", [*PRESETS, (2, 2), (5, 6)])
+@pytest.mark.usefixtures("one_schedule")
+def test_every_preset_decodes_at_every_tile_edge(bits: tuple[int, int], g: int) -> None:
+    seq = sequence(4 * g, make(64, g, bits), 1, seed=g)
+    query = normal(g, 4 * g, 3, 64)
+    for length in edges(g):
+        assert_attends(query[length - 1 : length], seq, length - 1)
+
+
+@pytest.mark.parametrize("ratio", [1, 3, 4, 7, 8, 16])
+@pytest.mark.usefixtures("one_schedule")
+def test_every_ratio_of_heads_decodes_and_verifies(ratio: int) -> None:
+    seq = sequence(3 * 64 + 5, make(64), 2, seed=ratio)
+    query = normal(ratio, 3 * 64 + 5, 2 * ratio, 64)
+    for start, stop in ((39, 40), (3 * 64 + 4, 3 * 64 + 5), (3 * 64 - 2, 3 * 64 + 5), (2 * 64 - 1, 2 * 64 + 1)):
+        assert_attends(query[start:stop], seq, start)
+
+
+@pytest.mark.parametrize("g", TILE_TOKENS)
+@pytest.mark.parametrize("length", ["9", "16", "G-1", "G", "G+1", "3G+5"])
+@pytest.mark.usefixtures("one_schedule")
+def test_prefill_around_tile_edges(length: str, g: int) -> None:
+    n = {"9": 9, "16": 16, "G-1": g - 1, "G": g, "G+1": g + 1, "3G+5": 3 * g + 5}[length]
+    starts = (0, 1, g - 1, g, 2 * g + 3, 4 * g)
+    if n > g + 1:  # a long chunk crosses every kind of edge whatever its start
+        starts = (1, 2 * g + 3)
+    seq = sequence(starts[-1] + n, make(64, g), 1, seed=n)
+    query = normal(n, starts[-1] + n, 1, 64)
+    for start in starts:
+        assert_attends(query[start : start + n], seq, start)
+
+
+@pytest.mark.parametrize("g", TILE_TOKENS)
+@pytest.mark.parametrize("bits", PRESETS)
+@pytest.mark.usefixtures("one_schedule")
+def test_every_preset_prefills(bits: tuple[int, int], g: int) -> None:
+    seq = sequence(3 * g + 38, make(64, g, bits), 1, seed=g)
+    query = normal(g, 3 * g + 38, 3, 64)
+    for start, n in ((3 * g - 5, 10), (3 * g - 2, 40)):
+        assert_attends(query[start : start + n], seq, start)
+
+
+@pytest.mark.parametrize("ratio", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.usefixtures("one_schedule")
+def test_every_head_dim_and_ratio_prefills(d: int, ratio: int) -> None:
+    g = TILE_TOKENS[(ratio + d // 64) % 2]
+    seq = sequence(3 * g + 6, make(d, g, (4, 2) if ratio > 3 else (3, 5)), 2, seed=d)
+    query = normal(d + 1, 3 * g + 6, 2 * ratio, d)
+    assert_attends(query[3 * g - 3 :], seq, 3 * g - 3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_keys_and_queries_of_16_bits_lose_nothing_more(dtype: str) -> None:
     seq = sequence(3 * 64 + 9, make(64), 2, seed=7, dtype=dtype)
-    query = np.array(mx.array(normal(8, 3 * 64 + 9, 6, 64)).astype(dtype).astype(mx.float32))
+    query = rounded(normal(8, 3 * 64 + 9, 6, 64), dtype)
     for start in (3 * 64 + 8, 3 * 64 + 1, 3 * 64 - 4):
         assert_attends(query[start:], seq, start, dtype)
 
@@ -71,9 +132,9 @@ def test_prefill_on_matrices(length: int, start: int, d: int, g: int, bits: tupl
 
 
 def test_prefill_of_bfloat16() -> None:
-    seq = sequence(150, make(64), 1, seed=7, dtype=mx.bfloat16)
-    query = np.array(mx.array(normal(8, 150, 3, 64)).astype(mx.bfloat16).astype(mx.float32))
-    assert_attends(query[130:], seq, 130, mx.bfloat16)
+    seq = sequence(150, make(64), 1, seed=7, dtype="bfloat16")
+    query = rounded(normal(8, 150, 3, 64), "bfloat16")
+    assert_attends(query[130:], seq, 130, "bfloat16")
 
 
 def test_prefill_and_decode_give_the_same() -> None:
@@ -87,17 +148,11 @@ def test_prefill_and_decode_give_the_same() -> None:
 # --- causality
 
 
-def with_changed_token(seq: Sequence, query: Floats, changed: int) -> tuple[Sequence, Floats]:
-    keys, values, other = seq.keys.copy(), seq.values.copy(), query.copy()
-    keys[changed], values[changed], other[changed] = 7, -300, 5
-    return seal_sequence(keys, values, seq.fmt, seed=13), other
-
-
 def assert_causal(start: int, stop: int, changed: int) -> None:
     """A token never moves an output before it by a bit, and moves its own."""
     seq = sequence(stop, make(64), 1, seed=11)
     query = normal(12, stop, 3, 64)
-    other, other_query = with_changed_token(seq, query, changed)
+    other, other_query = with_changed_token(seq, query, changed, seed=13)
     before, after = (attend(q[start:], s, start, 0.125) for q, s in ((query, seq), (other_query, other)))
     np.testing.assert_array_equal(before[: changed - start], after[: changed - start])
     assert (before[changed - start] != after[changed - start]).any()

@@ -6,8 +6,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import attend, make, normal, sequence
+from cases import attend, make, sequence
 from metal_host import address_spaces
+from operation_cases import normal
 
 from kvarn.backends.mlx.kernels import kernels, source
 from kvarn.format import HEAD_DIMS
@@ -35,8 +36,8 @@ def test_a_pragma_stands_above_everything_that_it_must_cover(name: str) -> None:
 
 
 @pytest.mark.skipif(address_spaces.clang() is None, reason="no clang on this machine; install clang")
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-def test_clang_accepts_every_address_space(dtype: mx.Dtype, launches: list[str]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_clang_accepts_every_address_space(dtype: str, launches: list[str]) -> None:
     launches.clear()
     kernels.seal(*(mx.array(x) for x in normal(1, 2, 1, 64, 64)), make(64))
     seq = sequence(3 * 64 + 9, make(64), 2, seed=7, dtype=dtype)
