@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import PRESETS, TOLERANCE, assert_attends, attend, make, sequence
 from metal_host import MetalHostError
-from operation_cases import normal, rounded, with_changed_token
+from operation_cases import normal, rounded, seal_sequence, with_changed_token
 
 from kvarn.backends.mlx.kernels import kernels, source
 from kvarn.format import HEAD_DIMS, TILE_TOKENS
@@ -98,6 +98,32 @@ def test_every_head_dim_and_ratio_prefills(d: int, ratio: int) -> None:
     seq = sequence(3 * g + 6, make(d, g, (4, 2) if ratio > 3 else (3, 5)), 2, seed=d)
     query = normal(d + 1, 3 * g + 6, 2 * ratio, d)
     assert_attends(query[3 * g - 3 :], seq, 3 * g - 3)
+
+
+@pytest.mark.parametrize("count", [1, 12])
+@pytest.mark.usefixtures("one_schedule")
+def test_flags_choose_the_basis_of_every_tile(count: int) -> None:
+    """Any flags on any tiles: the oracle reads them by the same rule, whatever they were sealed in."""
+    seq = sequence(6 * 64, make(64), 2, seed=3)
+    query = normal(4, 6 * 64, 4, 64)[-count:]
+    for flags in ([0], [1], [[0, 1], [1, 0], [1, 1], [0, 0], [0, 1]]):
+        seq.flags[:] = flags
+        seq.pool_flags[seq.blocks] = seq.flags
+        assert_attends(query, seq, 6 * 64 - count)
+
+
+@pytest.mark.parametrize("count", [1, 12])
+@pytest.mark.parametrize(
+    ("keys", "values", "queries"), [(1e-3, 2.0**12, 2.0**12), (3e4, 2.0**-14, 2.0**-14), (1e-20, 1.0, 2.0**-20)]
+)
+@pytest.mark.usefixtures("one_schedule")
+def test_constants_and_queries_near_the_limits_of_float16(
+    keys: float, values: float, queries: float, count: int
+) -> None:
+    both = normal(5, 2, 3 * 64 + 8, 2, 64) * np.array([keys, values], np.float32).reshape(2, 1, 1, 1)
+    seq = seal_sequence(*both, make(64), seed=5)
+    query = normal(6, count, 4, 64) * np.float32(queries)
+    assert_attends(query, seq, 3 * 64 + 8 - count)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -32,6 +32,15 @@ def test_bytes_flags_and_status_are_the_oracles(d: int, g: int, bits: tuple[int,
     assert_sealed_alike(keys, values, make(d, g, bits))
 
 
+@pytest.mark.parametrize("bits", [(2, 3), (3, 2), (4, 6), (5, 8), (6, 5), (8, 4)])
+@pytest.mark.usefixtures("one_schedule")
+def test_every_width(bits: tuple[int, int]) -> None:
+    """The pairs of the Triton kernels' tests."""
+    keys, values = normal(bits[0], 2, 2, 64, 64)
+    keys[1, :, 3] += 50  # a large bias keeps the plain candidate
+    assert_sealed_alike(keys, values, make(64, 64, bits))
+
+
 @pytest.mark.parametrize("bits", [(4, 2), (2, 4)])
 def test_awkward_tiles_have_the_oracles_bytes_and_refusals(bits: tuple[int, int]) -> None:
     fmt = make(64, 64, bits)
@@ -41,6 +50,16 @@ def test_awkward_tiles_have_the_oracles_bytes_and_refusals(bits: tuple[int, int]
     words = assert_sealed_alike(np.concatenate([keys, biased[0]]), np.concatenate([values, biased[1]]), fmt)
     assert {status for _, status in words} == {int(status) for status in SealStatus}
     assert {flags for flags, status in words if status == SealStatus.OK} == {0, FLAG_KEYS_ROTATED}
+
+
+@pytest.mark.usefixtures("one_schedule")
+def test_a_tile_in_a_batch_has_the_bytes_that_it_has_alone() -> None:
+    fmt = make(64, 64, (2, 2))
+    keys, values = normal(2, 2, 3, 64, 64)
+    keys[1:], values[1:] = keys[1:] * 40, values[1:] * 40
+    batch = kernels.seal(mx.array(keys), mx.array(values), fmt)
+    for together, alone in zip(batch, kernels.seal(mx.array(keys[0]), mx.array(values[0]), fmt), strict=True):
+        np.testing.assert_array_equal(np.array(together[0]), np.array(alone))
 
 
 def test_leading_axes_and_strides_do_not_change_bytes() -> None:
