@@ -11,6 +11,7 @@ KvarnError                    everything below; `exit_code` is what the command 
 ├── ContextOverflowError      the prompt does not fit the context
 ├── CapacityError             the memory does not suffice
 ├── RecordError               a record is damaged or foreign
+├── ConstraintError           an answer cannot go on under its grammar
 └── BackendError              a backend is missing or refused to start
 """
 
@@ -18,6 +19,7 @@ __all__ = [
     "BackendError",
     "CapacityError",
     "CheckpointError",
+    "ConstraintError",
     "ContextOverflowError",
     "FormatError",
     "KvarnError",
@@ -94,6 +96,10 @@ class CapacityError(KvarnError):
 
 class RecordError(KvarnError):
     """A record is damaged, foreign or of another shape."""
+
+
+class ConstraintError(KvarnError):
+    """An answer cannot go on under its grammar: a limit was reached, or no token is left to choose."""
 
 
 class BackendError(KvarnError):

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvarn.constraint import ConstraintMaker, Guide
 from kvarn.errors import KvarnError, UsageError
 from kvarn.keys import Key
 from kvarn.sampling import SamplingParams
@@ -34,7 +35,7 @@ class RequestParams:
     n: how many answers to the same prompt. stop_token_ids end an answer and are not part of it; so do the strings of
     `stop`, which need `text`, the maker of a text stream. return_logits: every step returns the logits of the prompt
     tokens that it ran, for scoring; then max_tokens is 0. tenant: whose prefix cache this is; nothing is shared
-    between tenants.
+    between tenants. constraint: makes the grammar that an answer keeps to, one for each.
     """
 
     prompt: tuple[int, ...]
@@ -46,6 +47,7 @@ class RequestParams:
     text: Callable[[], TextStream] | None = None
     return_logits: bool = False
     tenant: str = ""
+    constraint: ConstraintMaker | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -92,6 +94,7 @@ class Request:
     fetch: Fetch | None = None  # tiles on their way from the tier below
     stream: TextStream | None = None
     stops: StopStrings | None = None
+    guide: Guide | None = None  # its way through the constraint; advances with `tokens`, whatever is recomputed
     times: Times = field(default_factory=Times)
 
     @property

@@ -1,9 +1,10 @@
 """Sampling parameters, the order in which they apply, and the random numbers of a request.
 
-Order: logit bias; repetition penalty; presence and frequency penalties; temperature; top-k; top-p; min-p; then one
-token by inverse transform: the surviving tokens stand in descending order of probability (ties by lower id first),
-and the first one at which the cumulative share exceeds the row's `uniform` is taken. Temperature 0 takes the token
-with the highest logit after bias and penalties (ties: the lowest id).
+Order: the constraint, which takes out for good every token that it does not allow; logit bias; repetition penalty;
+presence and frequency penalties; temperature; top-k; top-p; min-p; then one token by inverse transform: the surviving
+tokens stand in descending order of probability (ties by lower id first), and the first one at which the cumulative
+share exceeds the row's `uniform` is taken. Temperature 0 takes the token with the highest logit after bias and
+penalties (ties: the lowest id).
 
 * repetition r: for every token of the prompt or the answer so far, a positive logit is divided by r, another
   multiplied.
@@ -61,8 +62,10 @@ class SamplingParams:
         if self.logprobs < 0:
             raise UsageError(f"logprobs {self.logprobs} is negative; 0 means only the chosen token's")
 
-    def row(self, prompt: Sequence[int], answer: Sequence[int], choice: int = 0) -> SamplingRow:
-        """The sampling row of the next token of a request's `choice`-th answer."""
+    def row(
+        self, prompt: Sequence[int], answer: Sequence[int], choice: int = 0, allowed: bytes | None = None
+    ) -> SamplingRow:
+        """The sampling row of the next token of a request's `choice`-th answer; `allowed` is a constraint's mask."""
         counted = self.presence_penalty != 0 or self.frequency_penalty != 0
         return SamplingRow(
             temperature=self.temperature,
@@ -76,6 +79,7 @@ class SamplingParams:
             counts=tuple(sorted(Counter(answer).items())) if counted else (),
             logit_bias=tuple(sorted(self.logit_bias.items())),
             logprobs=self.logprobs,
+            allowed=allowed,
             uniform=uniform(self.seed, choice, len(answer)) if self.temperature > 0 else 0.0,
         )
 

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvarn.block_pool import BlockPool
+from kvarn.constraint import FORBIDDING_BIAS, Guide
 from kvarn.errors import CapacityError, ContextOverflowError, KvarnError, SealError
 from kvarn.keys import Key, block_key
 from kvarn.prefix_cache import PrefixCache
@@ -83,9 +84,11 @@ class Scheduler:
             raise ContextOverflowError(num_prompt_tokens=len(params.prompt), context=self.config.context)
 
     def add(self, params: RequestParams) -> Request:
-        """Queue a request, once `check` has passed it."""
+        """Queue a request, once `check` has passed it; ConstraintError when its grammar allows no beginning."""
         self.check(params)
         request = self._request(self._next_group, params, choice=0)
+        if request.guide is not None and request.guide.error is not None:
+            raise request.guide.error
         request.to_fork = params.n - 1
         self._next_group += 1
         self._fetch(request, len(self.cache.peek(self._reusable(request))))
@@ -97,6 +100,10 @@ class Scheduler:
         if params.text is not None:
             request.stream = params.text()
             request.stops = StopStrings(params.stop)
+        if params.constraint is not None:
+            biases = params.sampling.logit_bias.items()
+            forbidden = [token for token, bias in biases if bias <= FORBIDDING_BIAS]
+            request.guide = Guide(params.constraint, params.stop_token_ids, forbidden)
         return request
 
     def cancel(self, request: Request) -> bool:
@@ -320,7 +327,10 @@ class Scheduler:
         sealing = len(completed_tiles(start, stop, g)) if self.config.sealed else 0
         before = len(request.blocks) - sealing
         generates = stop == len(request.tokens) and request.params.max_tokens > 0
-        row = request.params.sampling.row(request.params.prompt, request.answer, request.choice) if generates else None
+        row = None
+        if generates:
+            allowed = request.guide.mask or None if request.guide else None
+            row = request.params.sampling.row(request.params.prompt, request.answer, request.choice, allowed)
         return Span(
             tokens=tuple(request.tokens[start:stop]),
             start=start,
@@ -347,6 +357,11 @@ class Scheduler:
             self.counters.computed_tokens += len(span.tokens)
             request.num_computed_tokens = span.stop
             self._publish(request, span.start)
+            if request.guide is not None and output.token is not None:
+                request.guide.accept(output.token)
+                if request.guide.error is not None:
+                    events.append(self._failed(request, request.guide.error))
+                    continue
             events.append(self._event(request, span, output))
             if events[-1].finish_reason is not None:
                 self._end(request)
@@ -370,17 +385,18 @@ class Scheduler:
                 logits = logits[max(request.num_scored_tokens - span.start, 0) :]  # not again after a preemption
                 request.num_scored_tokens = max(request.num_scored_tokens, span.stop)
             return Event(request=request, logits=logits, finish_reason="length" if done else None)
-        stream, stops = request.stream, request.stops
-        if output.token in request.params.stop_token_ids:
+        stream, stops, guide = request.stream, request.stops, request.guide
+        if output.token in request.params.stop_token_ids or (guide is not None and guide.empty):
             rest = stops.add(stream.finish()) + stops.finish() if stream and stops else ""
             return Event(request=request, text=rest, finish_reason="stop")
         request.tokens.append(output.token)
         full = request.num_generated_tokens >= request.params.max_tokens or len(request.tokens) >= self.config.context
-        reason: FinishReason | None = "length" if full else None
+        complete = guide is not None and guide.ended
+        reason: FinishReason | None = "stop" if complete else "length" if full else None
         text = ""
         if stream and stops:
             text = stops.add(stream.add(output.token))
-            if full and not stops.found:
+            if reason and not stops.found:
                 text += stops.add(stream.finish())
                 text += stops.finish()
             if stops.found:

@@ -28,6 +28,7 @@ class SamplingRow:
     counts: tuple[tuple[int, int], ...] = ()  # tokens of the answer and how often, for the other two
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int = 0  # how many of the most probable tokens to report
+    allowed: bytes | None = None  # the mask of the tokens that may be chosen, see kvarn.constraint; None: all
     uniform: float = 0.0
 
 

@@ -61,7 +61,8 @@ def choose(logits: array, rows: Sequence[SamplingRow]) -> Choice:
     """`sample` without the transfer."""
     logits = logits.astype(mx.float32)
     logprobs = logits - _log_sum_exp(logits)
-    judged = mx.stack([_penalized(logits[i], row) for i, row in enumerate(rows)])
+    constrained = _constrained(logits, rows)
+    judged = mx.stack([_penalized(constrained[i], row) for i, row in enumerate(rows)])
     tokens = mx.argmax(judged, axis=-1).astype(mx.int32)
     if any(row.temperature > 0 for row in rows):
         random = mx.array([row.temperature > 0 for row in rows])
@@ -75,6 +76,19 @@ def choose(logits: array, rows: Sequence[SamplingRow]) -> Choice:
         top_tokens=top.astype(mx.int32),
         top_logprobs=mx.take_along_axis(logprobs, top, axis=-1),
     )
+
+
+def _constrained(logits: array, rows: Sequence[SamplingRow]) -> array:
+    """Logits with -inf for the tokens that a row's constraint does not allow; all masks in one array."""
+    if all(row.allowed is None for row in rows):
+        return logits
+    vocab = logits.shape[-1]
+    width = -(-vocab // 8)
+    everything = b"\xff" * width
+    masks = [everything if row.allowed is None else row.allowed[:width].ljust(width, b"\0") for row in rows]
+    packed = mx.array(np.frombuffer(b"".join(masks), np.uint8).reshape(len(rows), width, 1))
+    allowed = (packed >> mx.arange(8, dtype=mx.uint8)) & 1
+    return mx.where(allowed.reshape(len(rows), -1)[:, :vocab] == 1, logits, -mx.inf)
 
 
 def _log_sum_exp(x: array) -> array:

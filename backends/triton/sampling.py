@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     """Choose a token per row of `logits [R, vocab]`; one transfer to the host at the end."""
     logits = logits.float()
     logprobs = logits.log_softmax(-1)
-    judged = _penalized(logits, rows)
+    judged = _penalized(_constrained(logits, rows), rows)
     tokens = judged.argmax(-1)
     if any(row.temperature > 0 for row in rows):
         random = torch.tensor([row.temperature > 0 for row in rows], device=logits.device)
@@ -39,6 +40,21 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
         )
         for i, (token, logprob) in enumerate(zip(tokens.tolist(), chosen.tolist(), strict=True))
     ]
+
+
+def _constrained(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Logits with -inf for the tokens that a row's constraint does not allow; all masks go to the device at once."""
+    at = [i for i, row in enumerate(rows) if row.allowed is not None]
+    if not at:
+        return logits
+    vocab = logits.shape[-1]
+    width = -(-vocab // 8)
+    masks = b"".join((rows[i].allowed or b"")[:width].ljust(width, b"\0") for i in at)
+    packed = torch.from_numpy(np.frombuffer(masks, np.uint8).reshape(len(at), width, 1).copy()).to(logits.device)
+    allowed = (packed >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1).bool()
+    index = torch.tensor(at, device=logits.device)
+    constrained = logits[index].masked_fill(~allowed.reshape(len(at), -1)[:, :vocab], -torch.inf)
+    return logits.index_copy(0, index, constrained)
 
 
 def _penalized(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
