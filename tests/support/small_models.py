@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,30 +38,45 @@ THETA = {"rope_type": "default", "rope_theta": 50_000.0}
 
 @dataclass
 class Fed:
-    """One sequence on its way through a backend: it owns the slots and blocks from `first` on."""
+    """One sequence on its way through a backend: it owns the slots and blocks from `first` on, or those named."""
 
     backend: Backend
     tokens: tuple[int, ...]
     first: int = 0
     at: int = 0
+    slots: Sequence[int] = ()
+    blocks: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self.slots = self.slots or range(self.first, self.first + 100)
+        self.blocks = self.blocks or range(self.first, self.first + 100)
 
     def span(self, count: int, want: Any = "all", sampling: SamplingRow | None = None) -> Span:
         """The next `count` tokens."""
         plan = self.backend.info.plan
         start, stop = self.at, min(self.at + count, len(self.tokens))
         self.at, g = stop, plan.tile_tokens
-        last = (stop - 1) // g
-        slots = range(last + 1) if plan.preset is None else range(min(last, 1) + 1)
-        before, new = completed_tiles(0, start, g), completed_tiles(start, stop, g)
+        last, sealed = (stop - 1) // g, plan.preset is not None
+        before, new = len(completed_tiles(0, start, g)), len(completed_tiles(start, stop, g))
         return Span(
             tokens=self.tokens[start:stop],
             start=start,
-            slots=tuple(self.first + slot for slot in slots),
-            blocks=() if plan.preset is None else tuple(self.first + tile - 1 for tile in before),
-            seal_into=() if plan.preset is None else tuple(self.first + tile - 1 for tile in new),
+            slots=tuple(self.slots[: (min(last, 1) if sealed else last) + 1]),
+            blocks=tuple(self.blocks[:before]) if sealed else (),
+            seal_into=tuple(self.blocks[before : before + new]) if sealed else (),
             want=want,
             sampling=sampling,
         )
+
+    def run(self, count: int) -> Logits:
+        """Run the next tokens alone; all their logits."""
+        (logits,) = run(self.backend, self.span(count))
+        assert np.isfinite(logits).all(), "garbage was read"
+        return logits
+
+    def feed(self, chunk: int) -> Logits:
+        """Run all that is left in chunks."""
+        return np.concatenate([self.run(chunk) for _ in range(self.at, len(self.tokens), chunk)])
 
 
 def step(backend: Backend, *spans: Span) -> StepResult:
@@ -78,8 +93,7 @@ def run(backend: Backend, *spans: Span) -> list[Logits]:
 def feed(backend: Backend, tokens: tuple[int, ...], chunk: int) -> Logits:
     """The logits of a whole prompt in chunks, in pools of its own."""
     backend.allocate(12, 12)
-    fed = Fed(backend, tokens)
-    return np.concatenate([run(backend, fed.span(chunk))[0] for _ in range(0, len(tokens), chunk)])
+    return Fed(backend, tokens).feed(chunk)
 
 
 def distance(got: Logits, want: Logits) -> float:
