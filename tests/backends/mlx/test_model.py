@@ -11,11 +11,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from checkpoint_contract import KVARN, CheckpointContract, copy, save_in_shards
 from mlx_lm.models import llama as mlx_lm_llama
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.utils import load_model as mlx_lm_load_model
 from mlx_lm.utils import quantize_model, save_model
-from safetensors.numpy import load_file, save_file
 from small_models import THETA, build, distance, edit, feed, prompt
 from transformers import AutoModelForCausalLM
 
@@ -27,123 +27,33 @@ from kvarn.backends.mlx.self_test import self_test
 from kvarn.errors import (
     BackendError,
     CheckpointError,
-    KvarnError,
-    ModelError,
     UnsupportedModelError,
     UsageError,
 )
 from kvarn.format import Preset
 from kvarn.model_plan import plan_model
 
-KVARN = Preset(tile_tokens=64)
 OPTIONS = LoadOptions(dtype="float32", device="cpu")
-TENSOR = "model.layers.1.self_attn.k_proj.weight"
-Tensors = dict[str, Any]
 
 
 def load(folder: Path, preset: Preset | None = KVARN, dtype: str = "float32") -> MlxBackend:
     return mlx_backend.load(folder, preset, LoadOptions(dtype=dtype, device="cpu"))
 
 
-def copy(source: Path, target: Path) -> Path:
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    return target
-
-
-def assert_not_loaded(folder: Path, kind: type[KvarnError], *parts: str) -> None:
-    for preset in (KVARN, None):
-        with pytest.raises(kind) as caught:
-            load(folder, preset)
-        text = str(caught.value)
-        assert "\n" not in text
-        assert len(text) < 400
-        for part in parts:
-            assert part in text, text
-
-
-# --- checkpoints
-
-
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory, llama_dir: Path) -> Path:
     """The small llama in several files with an index."""
-    folder = tmp_path_factory.mktemp("shards")
-    AutoModelForCausalLM.from_pretrained(llama_dir).save_pretrained(folder, max_shard_size="400KB")
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    return folder
+    return save_in_shards(llama_dir, tmp_path_factory.mktemp("shards"))
 
 
-def test_a_whole_checkpoint_loads_from_one_file_and_from_shards(llama_dir: Path, shards: Path) -> None:
-    one, many = load(llama_dir, None), load(shards, None)
-    np.testing.assert_array_equal(feed(one, prompt(20), 20), feed(many, prompt(20), 20))
-    assert one.info.weight_bytes == many.info.weight_bytes
-    assert one.info.vocab_size == 256
-    assert one.info.eos_token_ids == (2,)
+class TestCheckpoints(CheckpointContract):
+    renamed = "model.layers.1.attention.k.weight"
+
+    def load(self, folder: Path, preset: Preset | None) -> MlxBackend:
+        return load(folder, preset)
 
 
-def without_a_tensor(tensors: Tensors) -> Tensors:
-    return {name: x for name, x in tensors.items() if name != TENSOR}
-
-
-def with_an_extra_tensor(tensors: Tensors) -> Tensors:
-    return tensors | {"model.layers.1.self_attn.k_proj.extra": np.zeros(3, np.float32)}
-
-
-def with_an_extra_layer(tensors: Tensors) -> Tensors:
-    return tensors | {TENSOR.replace(".1.", ".9."): tensors[TENSOR].copy()}
-
-
-def with_another_shape(tensors: Tensors) -> Tensors:
-    return tensors | {TENSOR: tensors[TENSOR][:, :64].copy()}
-
-
-def under_another_name(tensors: Tensors) -> Tensors:
-    return without_a_tensor(tensors) | {"model.layers.1.attention.k.weight": tensors[TENSOR].copy()}
-
-
-def without_the_head(tensors: Tensors) -> Tensors:
-    return {name: x for name, x in tensors.items() if name != "lm_head.weight"}
-
-
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (without_a_tensor, TENSOR),
-        (with_an_extra_tensor, "model.layers.1.self_attn.k_proj.extra"),
-        (with_an_extra_layer, "model.layers.9.self_attn.k_proj.weight"),
-        (with_another_shape, TENSOR),
-        (under_another_name, "model.layers.1.attention.k.weight"),
-        (without_the_head, "lm_head.weight"),
-    ],
-)
-def test_a_checkpoint_that_does_not_fit_its_config_is_refused_with_the_tensors_name(
-    llama_dir: Path, tmp_path: Path, change: Callable[[Tensors], Tensors], part: str
-) -> None:
-    file = copy(llama_dir, tmp_path) / "model.safetensors"
-    save_file(change(load_file(file)), file, metadata={"format": "pt"})
-    assert_not_loaded(tmp_path, CheckpointError, part)
-
-
-@pytest.mark.parametrize("field", ["num_hidden_layers", "intermediate_size", "vocab_size", "num_key_value_heads"])
-def test_a_config_of_another_size_is_refused(llama_dir: Path, tmp_path: Path, field: str) -> None:
-    size = json.loads((llama_dir / "config.json").read_text())[field]
-    factor = 3 if field == "num_key_value_heads" else 2
-    assert_not_loaded(edit(copy(llama_dir, tmp_path), **{field: size * factor}), CheckpointError, "model.")
-
-
-@pytest.mark.parametrize("cut", [lambda x: x[:-1], lambda x: x[:100], lambda x: b"", lambda x: x + b"0"])
-def test_a_shard_of_another_length_is_refused_by_name(
-    shards: Path, tmp_path: Path, cut: Callable[[bytes], bytes]
-) -> None:
-    shard = sorted(copy(shards, tmp_path).glob("*.safetensors"))[-1]
-    shard.write_bytes(cut(shard.read_bytes()))
-    assert_not_loaded(tmp_path, CheckpointError, shard.name, "damaged")
-
-
-def test_a_missing_shard_is_refused_by_name(shards: Path, tmp_path: Path) -> None:
-    shard = sorted(copy(shards, tmp_path).glob("*.safetensors"))[1]
-    shard.unlink()
-    assert_not_loaded(tmp_path, CheckpointError, shard.name, "which its index names")
+assert_not_loaded = TestCheckpoints().assert_not_loaded
 
 
 def test_a_file_that_the_index_does_not_name_is_refused(shards: Path, tmp_path: Path) -> None:
@@ -153,44 +63,10 @@ def test_a_file_that_the_index_does_not_name_is_refused(shards: Path, tmp_path: 
     assert_not_loaded(tmp_path, CheckpointError, "model-old.safetensors", "which its index does not name")
 
 
-def test_pickled_weights_are_never_read(llama_dir: Path, tmp_path: Path) -> None:
-    file = copy(llama_dir, tmp_path) / "model.safetensors"
-    torch.save({"x": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
-    file.unlink()
-    assert_not_loaded(tmp_path, CheckpointError, "pickled weights are not loaded")
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"model_type": 3}', "\x00\x01"])
-def test_a_config_that_means_nothing_is_a_model_error(llama_dir: Path, tmp_path: Path, text: str) -> None:
-    (copy(llama_dir, tmp_path) / "config.json").write_text(text)
-    assert_not_loaded(tmp_path, ModelError, "config.json")
-
-
-def test_a_missing_config_is_a_model_error(tmp_path: Path) -> None:
-    assert_not_loaded(tmp_path, ModelError, "has no config.json")
-
-
-def test_a_family_that_mlx_lm_does_not_know_is_a_model_error(llama_dir: Path, tmp_path: Path) -> None:
-    assert_not_loaded(edit(copy(llama_dir, tmp_path), model_type="no-such-model"), ModelError, "no-such-model")
-
-
 def test_code_that_a_checkpoint_brings_along_is_never_run(llama_dir: Path, tmp_path: Path) -> None:
     folder = edit(copy(llama_dir, tmp_path), model_file="evil.py", auto_map={"AutoConfig": "evil.Config"})
     (folder / "evil.py").write_text("raise SystemExit('the code of the checkpoint ran')")
     assert_not_loaded(folder, UnsupportedModelError, "evil.py", "never run")
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("hidden_size", "large"),
-        ("num_attention_heads", 0),
-        ("rope_parameters", {"rope_type": "no-such-rope", "rope_theta": 1e4}),
-        ("head_dim", 0.5),
-    ],
-)
-def test_a_field_that_means_nothing_is_a_model_error(llama_dir: Path, tmp_path: Path, field: str, value: Any) -> None:
-    assert_not_loaded(edit(copy(llama_dir, tmp_path), **{field: value}), ModelError)
 
 
 @pytest.mark.parametrize(

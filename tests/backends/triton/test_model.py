@@ -5,8 +5,6 @@ FAMILIES is the source of the table in docs/torch-families.md; a test holds the 
 
 import dataclasses
 import json
-import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
+from checkpoint_contract import TENSOR, CheckpointContract, copy, save_in_shards
+from small_models import Fed, distance, edit, feed, run
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -26,21 +24,17 @@ from kvarn.backends.triton.backend import TorchBackend
 from kvarn.errors import (
     BackendError,
     CheckpointError,
-    KvarnError,
     ModelError,
     UnsupportedModelError,
     UsageError,
 )
 from kvarn.format import Preset
-from kvarn.step import Span, StepPlan
-from kvarn.visibility import completed_tiles
 
 EXACT = 2e-5  # relative error of the logits under `exact`, all in float32, against the model's own eager forward
 SEALED = 0.01  # the same under kvarn_k8v8_g64; a mixture of experts may route a token elsewhere
 KVARN, WIDE = Preset(), Preset(key_bits=8, value_bits=8, tile_tokens=64)
 NUM_TOKENS = 300
 DOC = Path(__file__).resolve().parents[3] / "docs" / "torch-families.md"
-Logits = NDArray[np.float32]
 
 ALL = "all layers sealed"
 SLIDING = "sliding window of 100 tokens"
@@ -219,50 +213,6 @@ def load(folder: Path, preset: Preset | None, dtype: str = "float32") -> TorchBa
     return torch_backend.load(folder, preset, LoadOptions(dtype=dtype, device="cpu"))
 
 
-@dataclass
-class Fed:
-    """One sequence on its way through a backend: it owns `tiles` slots or blocks from `first` on."""
-
-    backend: TorchBackend
-    tokens: tuple[int, ...]
-    first: int = 0
-    at: int = 0
-
-    def span(self, count: int, want: Any = "all") -> Span:
-        """The next `count` tokens."""
-        plan = self.backend.info.plan
-        start, stop = self.at, min(self.at + count, len(self.tokens))
-        self.at, g = stop, plan.tile_tokens
-        last = (stop - 1) // g
-        slots = range(last + 1) if plan.preset is None else range(min(last, 1) + 1)
-        before, new = completed_tiles(0, start, g), completed_tiles(start, stop, g)
-        return Span(
-            tokens=self.tokens[start:stop],
-            start=start,
-            slots=tuple(self.first + slot for slot in slots),
-            blocks=() if plan.preset is None else tuple(self.first + tile for tile in before),
-            seal_into=() if plan.preset is None else tuple(self.first + tile for tile in new),
-            want=want,
-        )
-
-
-def run(backend: TorchBackend, *spans: Span) -> list[Logits]:
-    result = backend.run(StepPlan(spans=spans))
-    assert result.failures == ()
-    logits = [output.logits for output in result.outputs]
-    return [x for x in logits if x is not None]
-
-
-def feed(backend: TorchBackend, tokens: tuple[int, ...], chunk: int) -> Logits:
-    backend.allocate(10, 10)
-    fed = Fed(backend, tokens)
-    return np.concatenate([run(backend, fed.span(chunk))[0] for _ in range(0, len(tokens), chunk)])
-
-
-def distance(got: Logits, want: Logits) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
-
 @cache
 def prompt(seed: int = 0) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(3, 250, NUM_TOKENS).tolist())
@@ -351,7 +301,7 @@ def test_the_users_table_is_what_was_tested() -> None:
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama in one file."""
     folder = tmp_path_factory.mktemp("llama")
     build(Family("llama"), folder)
@@ -359,137 +309,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shards(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
+def shards(tmp_path_factory: pytest.TempPathFactory, llama_dir: Path) -> Path:
     """The same llama in several files with an index."""
-    folder = tmp_path_factory.mktemp("shards")
-    AutoModelForCausalLM.from_pretrained(llama).save_pretrained(folder, max_shard_size="400KB")
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    return folder
+    return save_in_shards(llama_dir, tmp_path_factory.mktemp("shards"))
 
 
-def copy(source: Path, target: Path) -> Path:
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    return target
+class TestCheckpoints(CheckpointContract):
+    def load(self, folder: Path, preset: Preset | None) -> TorchBackend:
+        return load(folder, preset)
 
 
-def edit(folder: Path, **changes: Any) -> Path:
-    """Change fields of config.json."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return folder
-
-
-def assert_not_loaded(folder: Path, kind: type[KvarnError], *parts: str) -> None:
-    for preset in (KVARN, None):
-        with pytest.raises(kind) as caught:
-            load(folder, preset)
-        text = str(caught.value)
-        assert "\n" not in text
-        for part in parts:
-            assert part in text, text
-
-
-def test_a_whole_checkpoint_loads_from_one_file_and_from_shards(llama: Path, shards: Path) -> None:
-    one, many = load(llama, None), load(shards, None)
-    np.testing.assert_array_equal(feed(one, prompt(), 300), feed(many, prompt(), 300))
-    assert one.info.weight_bytes == many.info.weight_bytes
-    assert one.info.vocab_size == 256
-    assert one.info.eos_token_ids == (2,)
-
-
-TENSOR = "model.layers.1.self_attn.k_proj.weight"
-Tensors = dict[str, torch.Tensor]
-
-
-def without_a_tensor(tensors: Tensors) -> Tensors:
-    return {name: x for name, x in tensors.items() if name != TENSOR}
-
-
-def with_an_extra_tensor(tensors: Tensors) -> Tensors:
-    return tensors | {"model.layers.1.self_attn.k_proj.extra": torch.zeros(3)}
-
-
-def with_an_extra_layer(tensors: Tensors) -> Tensors:
-    return tensors | {TENSOR.replace(".1.", ".9."): tensors[TENSOR].clone()}
-
-
-def with_another_shape(tensors: Tensors) -> Tensors:
-    return tensors | {TENSOR: tensors[TENSOR][:, :64].clone()}
-
-
-def under_another_name(tensors: Tensors) -> Tensors:
-    return without_a_tensor(tensors) | {"model.layers.1.attention.k.weight": tensors[TENSOR].clone()}
-
-
-def without_the_head(tensors: Tensors) -> Tensors:
-    return {name: x for name, x in tensors.items() if name != "lm_head.weight"}
-
-
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (without_a_tensor, TENSOR),
-        (with_an_extra_tensor, "model.layers.1.self_attn.k_proj.extra"),
-        (with_an_extra_layer, "model.layers.9.self_attn.k_proj.weight"),
-        (with_another_shape, TENSOR),
-        (under_another_name, TENSOR),
-        (without_the_head, "lm_head.weight"),
-    ],
-)
-def test_a_checkpoint_that_does_not_fit_its_config_is_refused_with_the_tensors_name(
-    llama: Path, tmp_path: Path, change: Callable[[Tensors], Tensors], part: str
-) -> None:
-    copy(llama, tmp_path)
-    file = tmp_path / "model.safetensors"
-    save_file(change(load_file(file)), file, metadata={"format": "pt"})
-    assert_not_loaded(tmp_path, CheckpointError, part)
-
-
-def test_a_tied_head_need_not_be_in_the_file(llama: Path, tmp_path: Path) -> None:
-    edit(copy(llama, tmp_path), tie_word_embeddings=True)
-    file = tmp_path / "model.safetensors"
-    save_file(without_the_head(load_file(file)), file, metadata={"format": "pt"})
-    assert load(tmp_path, KVARN).info.vocab_size == 256
-
-
-@pytest.mark.parametrize("field", ["num_hidden_layers", "intermediate_size", "vocab_size", "num_key_value_heads"])
-def test_a_config_of_another_size_is_refused(llama: Path, tmp_path: Path, field: str) -> None:
-    size = json.loads((llama / "config.json").read_text())[field]
-    assert_not_loaded(edit(copy(llama, tmp_path), **{field: size * 2}), CheckpointError, "model.")
-
-
-@pytest.mark.parametrize(
-    "cut",
-    [
-        lambda x: x[:-1],
-        lambda x: x[: len(x) // 2],
-        lambda x: x[:100],
-        lambda x: x[:7],
-        lambda x: b"",
-        lambda x: x + b"0",
-    ],
-    ids=["one byte short", "half", "in the header", "in the length", "empty", "one byte long"],
-)
-@pytest.mark.parametrize("which", [0, -1])
-def test_a_shard_of_another_length_is_refused_by_name(
-    shards: Path, tmp_path: Path, which: int, cut: Callable[[bytes], bytes]
-) -> None:
-    shard = sorted(copy(shards, tmp_path).glob("*.safetensors"))[which]
-    shard.write_bytes(cut(shard.read_bytes()))
-    assert_not_loaded(tmp_path, CheckpointError, shard.name, "damaged")
-
-
-def test_a_missing_shard_is_refused_by_name(shards: Path, tmp_path: Path) -> None:
-    shard = sorted(copy(shards, tmp_path).glob("*.safetensors"))[1]
-    shard.unlink()
-    assert_not_loaded(tmp_path, CheckpointError, shard.name, "which its index names")
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "{}", "\x00"])
-def test_a_damaged_index_is_refused_by_name(shards: Path, tmp_path: Path, text: str) -> None:
-    index = copy(shards, tmp_path) / "model.safetensors.index.json"
-    index.write_text(text)
-    assert_not_loaded(tmp_path, CheckpointError, "index")
+assert_not_loaded = TestCheckpoints().assert_not_loaded
 
 
 def test_an_index_that_forgets_a_tensor_is_refused_with_its_name(shards: Path, tmp_path: Path) -> None:
@@ -501,54 +331,14 @@ def test_an_index_that_forgets_a_tensor_is_refused_with_its_name(shards: Path, t
     assert_not_loaded(tmp_path, CheckpointError, "missing keys")
 
 
-def test_pickled_weights_are_never_read(llama: Path, tmp_path: Path) -> None:
-    copy(llama, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
-    assert_not_loaded(tmp_path, CheckpointError, "pickled weights are not loaded")
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "3", "{}", '{"model_type": 3}', '{"model_type": "no-such-model"}', "\x00\x01"]
-)
-def test_a_config_that_means_nothing_is_a_model_error(llama: Path, tmp_path: Path, text: str) -> None:
-    (copy(llama, tmp_path) / "config.json").write_text(text)
-    assert_not_loaded(tmp_path, ModelError, "config.json")
-
-
-def test_a_missing_config_is_a_model_error(llama: Path, tmp_path: Path) -> None:
-    (copy(llama, tmp_path) / "config.json").unlink()
-    assert_not_loaded(tmp_path, ModelError, "has no config.json")
-    assert_not_loaded(tmp_path / "nowhere", ModelError, "has no config.json")
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("hidden_size", "large"),
-        ("hidden_act", "no-such-function"),
-        ("num_attention_heads", 0),
-        ("rope_parameters", {"rope_type": "no-such-rope", "rope_theta": 1e4}),
-        ("head_dim", 0.5),
-    ],
-)
-def test_a_field_that_means_nothing_is_a_model_error(llama: Path, tmp_path: Path, field: str, value: Any) -> None:
-    assert_not_loaded(edit(copy(llama, tmp_path), **{field: value}), ModelError)
+def test_an_unknown_activation_is_a_model_error(llama_dir: Path, tmp_path: Path) -> None:
+    assert_not_loaded(edit(copy(llama_dir, tmp_path), hidden_act="no-such-function"), ModelError)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8", "mxfp4", "compressed-tensors", "unheard-of"])
-def test_a_quantized_checkpoint_is_refused_by_its_method(llama: Path, tmp_path: Path, method: str) -> None:
-    folder = edit(copy(llama, tmp_path), quantization_config={"quant_method": method, "bits": 4})
+def test_a_quantized_checkpoint_is_refused_by_its_method(llama_dir: Path, tmp_path: Path, method: str) -> None:
+    folder = edit(copy(llama_dir, tmp_path), quantization_config={"quant_method": method, "bits": 4})
     assert_not_loaded(folder, UnsupportedModelError, "are quantized", method)
-
-
-def test_a_damaged_generation_config_is_not_needed(llama: Path, tmp_path: Path) -> None:
-    path = copy(llama, tmp_path) / "generation_config.json"
-    path.write_text('{"eos_token_id": [5, 7]}')
-    assert load(tmp_path, KVARN).info.eos_token_ids == (5, 7)
-    path.write_text("{")
-    assert load(tmp_path, KVARN).info.eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize(
@@ -564,9 +354,9 @@ def test_a_damaged_generation_config_is_not_needed(llama: Path, tmp_path: Path) 
     ],
 )
 def test_the_dtype_is_what_was_asked_for_or_the_checkpoints(
-    llama: Path, tmp_path: Path, dtype: str, saved: str | None, want: str
+    llama_dir: Path, tmp_path: Path, dtype: str, saved: str | None, want: str
 ) -> None:
-    edit(copy(llama, tmp_path), dtype=saved, torch_dtype=saved)
+    edit(copy(llama_dir, tmp_path), dtype=saved, torch_dtype=saved)
     backend = load(tmp_path, Preset(tile_tokens=64), dtype)
     assert backend.info.dtype == want
     assert {str(p.dtype).removeprefix("torch.") for p in backend.model.module.parameters()} == {want}
@@ -575,16 +365,9 @@ def test_the_dtype_is_what_was_asked_for_or_the_checkpoints(
     assert np.isfinite(logits).all()
 
 
-def test_an_unknown_dtype_or_device_is_refused_with_what_there_is(llama: Path) -> None:
+def test_an_unknown_dtype_or_device_is_refused_with_what_there_is(llama_dir: Path) -> None:
     with pytest.raises(UsageError, match="unknown dtype 'int8'; use auto, float32, float16, bfloat16"):
-        torch_backend.load(llama, KVARN, LoadOptions(dtype="int8", device="cpu"))
+        torch_backend.load(llama_dir, KVARN, LoadOptions(dtype="int8", device="cpu"))
     for device in ("cuda:99", "no-such-device", "mps"):
         with pytest.raises(BackendError, match=f"device '{device}' cannot be used: .*; try --device cpu"):
-            torch_backend.load(llama, KVARN, LoadOptions(device=device))
-
-
-def test_weight_bytes_count_tied_weights_once(llama: Path, tmp_path: Path) -> None:
-    edit(copy(llama, tmp_path), tie_word_embeddings=True)
-    file = tmp_path / "model.safetensors"
-    save_file(without_the_head(load_file(file)), file, metadata={"format": "pt"})
-    assert load(llama, None).info.weight_bytes - load(tmp_path, None).info.weight_bytes == 256 * 128 * 4
+            torch_backend.load(llama_dir, KVARN, LoadOptions(device=device))
