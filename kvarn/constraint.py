@@ -7,7 +7,7 @@ little-endian words of any width. A token beyond its end is not allowed.
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from kvarn.errors import ConstraintError, KvarnError
+from kvarn.errors import BackendError, ConstraintError, KvarnError
 
 FORBIDDING_BIAS = -100.0
 """A logit bias that clients send to forbid a token. The sampler only adds it; here it decides whether any is left."""
@@ -61,9 +61,8 @@ class Guide:
             return
         try:
             if not _has(self.mask, token):
-                raise ConstraintError(
-                    f"the grammar does not allow token {token}, the best that the model has to offer; "
-                    "its logits are not finite where they should be"
+                raise BackendError(
+                    f"token {token} was sampled against the grammar: no allowed token has a finite logit"
                 )
             if token not in self._stops:
                 constraint.accept(token)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvarn.serve.http.answer import Answer, Progress, Token, respond
-from kvarn.serve.http.params import check_model, encode, request_params
+from kvarn.serve.http.params import check_model, constraint_of, encode, request_params
 from kvarn.serve.http.parts import Text
 from kvarn.serve.http.schema import CompletionBody
 from kvarn.serve.http.service import Service
@@ -80,6 +80,7 @@ async def completions(service: Service, request: Request, body: CompletionBody) 
     texts = [x for x in body.prompt if isinstance(x, str)]
     encoded = iter(await encode(lambda: [tokenizer.encode(text) for text in texts], "prompt"))
     prompts = [next(encoded) if isinstance(x, str) else x for x in body.prompt]
+    constraint = await constraint_of(served, body)
     params = [
         request_params(
             service,
@@ -89,6 +90,7 @@ async def completions(service: Service, request: Request, body: CompletionBody) 
             logprobs=body.logprobs or 0,
             tenant=request.state.tenant,
             param="prompt",
+            constraint=constraint,
         )
         for prompt in prompts
     ]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from kvarn.request import RequestParams
 from kvarn.serve.http.errors import ApiError
-from kvarn.serve.http.params import encode, request_params
+from kvarn.serve.http.params import constraint_of, encode, request_params
 from kvarn.serve.http.parts import AnswerParser, PlainParser
 from kvarn.serve.http.schema import Generation
 from kvarn.serve.http.service import Served, Service
@@ -99,7 +99,16 @@ async def prepare(
     """
     served = service.check_ready()
     prompt = await encode_conversation(served, conversation, param)
-    params = request_params(service, body, prompt, max_tokens=max_tokens, logprobs=logprobs, tenant=tenant, param=param)
+    params = request_params(
+        service,
+        body,
+        prompt,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        tenant=tenant,
+        param=param,
+        constraint=await constraint_of(served, body),
+    )
     return Prepared(params=params, parser=PlainParser)
 
 

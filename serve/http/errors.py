@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvarn.errors import ContextOverflowError, KvarnError, UsageError
+from kvarn.errors import ConstraintError, ContextOverflowError, KvarnError, UsageError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -56,6 +56,8 @@ def from_kvarn(error: KvarnError, *, param: str | None = None) -> ApiError:
         return ApiError(400, str(error), code="context_length_exceeded", param=param)
     if isinstance(error, UsageError):
         return ApiError(400, str(error), code="invalid_value", param=param)
+    if isinstance(error, ConstraintError):
+        return ApiError(400, str(error), code="constraint_failed", param=param)
     return ApiError(500, str(error), code="engine_error")
 
 

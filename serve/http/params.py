@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvarn.constraint import ConstraintMaker
 from kvarn.errors import UsageError
 from kvarn.request import RequestParams
 from kvarn.sampling import SamplingParams
@@ -28,11 +29,23 @@ def check_model(served: Served, name: str) -> None:
 
 
 async def encode(tokenize: Callable[[], T], param: str) -> T:
-    """Run the tokenizer beside the event loop; a text that it or the chat template refuses is ApiError 400."""
+    """Run something slow beside the event loop; what it refuses (UsageError) is ApiError 400 about `param`."""
     try:
         return await asyncio.to_thread(tokenize)
     except UsageError as error:
         raise from_kvarn(error, param=param) from error
+
+
+async def constraint_of(served: Served, body: Generation) -> ConstraintMaker | None:
+    """The constraint that a request asks for, built beside the event loop; ApiError 400 if it cannot be met."""
+    structured = served.structured
+    if (form := body.response_format) is not None:
+        return await encode(lambda: structured.json_schema(form.schema), "response_format")
+    if (regex := body.regex) is not None:
+        return await encode(lambda: structured.regex(regex), "regex")
+    if (grammar := body.grammar) is not None:
+        return await encode(lambda: structured.grammar(grammar), "grammar")
+    return None
 
 
 def request_params(
@@ -44,6 +57,7 @@ def request_params(
     logprobs: int,
     tenant: str,
     param: str,
+    constraint: ConstraintMaker | None = None,
 ) -> RequestParams:
     """The engine's parameters for one prompt; ApiError 400 for what does not fit. `param` is the prompt's field."""
     served = service.check_ready()
@@ -70,6 +84,7 @@ def request_params(
             stop=body.stop,
             text=served.tokenizer.stream,
             tenant=tenant,
+            constraint=constraint,
         )
     except UsageError as error:
         raise from_kvarn(error, param=param) from error

@@ -1,6 +1,7 @@
 """The bodies of requests: a field is supported, accepted because it cannot change the answer, or refused by name."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
@@ -31,9 +32,14 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "this server answers with text only"),
     "function_call": (("none",), _TOOLS),
     "functions": (([],), _TOOLS),
+    "guided_choice": ((), "here it is a regex like a|b|c"),
+    "guided_grammar": ((), "here it is grammar"),
+    "guided_json": ((), "here it is response_format with a json_schema"),
+    "guided_regex": ((), "here it is regex"),
+    "json_schema": ((), "here it is response_format with a json_schema"),
     "modalities": ((["text"],), "this server answers with text only"),
     "reasoning_effort": ((), "this server does not steer reasoning"),
-    "response_format": (({"type": "text"},), "this server does not constrain its answers"),
+    "structured_outputs": ((), "here it is response_format, regex or grammar"),
     "suffix": (("",), "this server does not fill in the middle"),
     "tool_choice": (("none",), _TOOLS),
     "tools": (([],), _TOOLS),
@@ -202,6 +208,75 @@ Biases = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class JsonAnswer:
+    """The answer is JSON that this schema accepts."""
+
+    schema: Mapping[str, Any] | bool
+
+
+def _response_format(value: Any) -> JsonAnswer | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise fault(None, "response_format is an object of type text, json_object or json_schema", "invalid_type")
+    given = {name: x for name, x in value.items() if x is not None and name != "type"}
+    if kind == "text":
+        _known(given, ())
+        return None
+    if kind == "json_object":
+        _known(given, ("schema",))
+        return JsonAnswer(_schema(given.get("schema", {"type": "object"})))
+    _known(given, ("json_schema",))
+    inner = given.get("json_schema")
+    if not isinstance(inner, dict) or inner.get("schema") is None:
+        raise fault(None, 'json_schema is an object like {"name": "answer", "schema": {...}}', "invalid_type")
+    _known({name: x for name, x in inner.items() if x is not None}, ("name", "description", "schema", "strict"))
+    return JsonAnswer(_schema(inner["schema"]))
+
+
+def _known(given: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    unknown = next((name for name in given if name not in names), None)
+    if unknown is not None:
+        raise fault(None, f"unknown field {unknown[:64]!r} in response_format; leave it out", "unknown_parameter")
+
+
+def _schema(value: Any) -> Mapping[str, Any] | bool:
+    if not isinstance(value, dict | bool):
+        raise fault(None, "a JSON schema is an object, true or false", "invalid_type")
+    return value
+
+
+_SCHEMA = {"type": "object"}
+ResponseFormat = Annotated[
+    JsonAnswer | None,
+    PlainValidator(_response_format),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]},
+                {
+                    "type": "object",
+                    "properties": {"type": {"const": "json_object"}, "schema": _SCHEMA},
+                    "required": ["type"],
+                },
+                {
+                    "type": "object",
+                    "properties": {
+                        "type": {"const": "json_schema"},
+                        "json_schema": {
+                            "type": "object",
+                            "properties": {"name": {"type": "string"}, "schema": _SCHEMA},
+                            "required": ["schema"],
+                        },
+                    },
+                    "required": ["type", "json_schema"],
+                },
+            ]
+        }
+    ),
+]
+
+
 class StreamOptions(_Strict):
     """stream_options. Obfuscation only pads chunks, which this server never does."""
 
@@ -227,6 +302,9 @@ class Generation(_Strict):
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     stop: Stops = ()
+    response_format: ResponseFormat = None
+    regex: Text | None = Field(None, description="in Rust's syntax; the whole answer matches it")
+    grammar: Text | None = Field(None, description="in llguidance's Lark")
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -234,6 +312,9 @@ class Generation(_Strict):
     def _together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise fault("stream_options", "stream_options goes with stream: true; leave it out, or stream")
+        asked = [name for name in ("response_format", "regex", "grammar") if getattr(self, name) is not None]
+        if len(asked) > 1:
+            raise fault(asked[1], f"{' and '.join(asked)} exclude each other; send one of them")
         return self
 
 

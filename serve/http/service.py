@@ -14,6 +14,7 @@ from kvarn.runner import Runner
 from kvarn.serve.http.bridge import Feed
 from kvarn.serve.http.errors import ApiError, from_kvarn, unavailable
 from kvarn.serve.http.metrics import Metrics
+from kvarn.serve.structured import Structured
 from kvarn.serve.tokenizer import Tokenizer
 
 Status = Literal["loading", "ready", "draining", "failed"]
@@ -36,6 +37,7 @@ class Served:
     tokenizer: Tokenizer
     engine: Engine
     runner: Runner
+    structured: Structured
     created: int
 
     @property
@@ -78,6 +80,7 @@ class Service:
             tokenizer=tokenizer,
             engine=engine,
             runner=Runner(engine, on_fault=on_fault),
+            structured=Structured(tokenizer, engine.backend.info.vocab_size),
             created=int(time.time()),
         )
         if self.status == "loading":

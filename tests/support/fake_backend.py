@@ -23,6 +23,15 @@ def next_token(tokens: Sequence[int]) -> int:
     return int.from_bytes(digest[:4], "little") % VOCAB
 
 
+def allowed_token(tokens: Sequence[int], allowed: bytes | None) -> int:
+    """The token that follows a sequence: `next_token`, or the first one after it that a mask allows."""
+    first = next_token(tokens)
+    if allowed is None:
+        return first
+    order = [*range(first, VOCAB), *range(first)]
+    return next(t for t in order if t // 8 < len(allowed) and allowed[t // 8] >> t % 8 & 1)
+
+
 def fake_config(max_context: int = 4096) -> dict[str, int | str]:
     """config.json of the fake model."""
     return {
@@ -93,7 +102,8 @@ class FakeBackend:
             assert not seal_into, "more blocks than tiles that this span completes"
             history = self._history(span.slots, blocks, span.stop)
             if span.sampling is not None:
-                outputs.append(SpanOutput(token=next_token(history), logprob=-1.0))
+                token = allowed_token(history, span.sampling.allowed)
+                outputs.append(SpanOutput(token=token, logprob=-1.0))
             elif span.want == "none":
                 outputs.append(SpanOutput())
             else:

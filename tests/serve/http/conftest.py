@@ -44,6 +44,12 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(ALPHABET[token] for token in ids)
 
+    def encode_more(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def is_special(self, token: int) -> bool:
+        return False
+
     def token_bytes(self, token: int) -> bytes:
         return ALPHABET[token].encode()
 
