@@ -30,6 +30,11 @@ def some_logits(seed: int, *shape: int) -> Floats:
     return (np.random.default_rng(seed).standard_normal(shape) * 3).astype(np.float32)
 
 
+def bits(allowed: bytes) -> list[int]:
+    """A constraint's mask, a number a token."""
+    return [byte >> at & 1 for byte in allowed for at in range(8)]
+
+
 def pick(logits: Floats, *rows: SamplingRow) -> list[int]:
     return [one.token for one in sample(mx.array(np.stack([logits] * len(rows))), rows)]
 
@@ -101,6 +106,29 @@ def test_a_token_that_is_ruled_out_is_never_chosen() -> None:
     logits = np.array([-np.inf, 0.0, -np.inf, 1.0], np.float32)
     rows = [SamplingRow(temperature=t, uniform=u) for t in (0, 0.5, 100) for u in (0.0, 0.5, ALMOST_ONE)]
     assert set(pick(logits, *rows)) <= {1, 3}
+
+
+def test_a_constraint_is_torchs() -> None:
+    rng = np.random.default_rng(2)
+    for vocab in (1, 7, 8, 9, 33, 257):
+        width = -(-vocab // 32) * 4
+        rows = [
+            SamplingRow(
+                temperature=float(rng.choice([0, 1, 3])),
+                top_k=int(rng.choice([0, 2])),
+                top_p=float(rng.choice([1, 0.5])),
+                logit_bias=((0, 50.0),),
+                uniform=float(rng.random()),
+                logprobs=int(rng.integers(0, 3)),
+                allowed=allowed,
+            )
+            for allowed in (None, b"\1", rng.bytes(width)[:-1] + b"\1", b"\xff" * (width + 4), bytes(4) + b"\1" * width)
+        ]
+        rows = [row for row in rows if row.allowed is None or any(bits(row.allowed)[:vocab])]
+        logits = some_logits(vocab, len(rows), vocab)
+        assert_chosen_alike(logits, rows)
+        for row, one in zip(rows, sample(mx.array(logits), rows), strict=True):
+            assert row.allowed is None or bits(row.allowed)[one.token]
 
 
 def test_rows_do_not_influence_each_other_and_logits_stay_as_they_were() -> None:

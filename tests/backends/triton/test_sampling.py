@@ -18,9 +18,20 @@ Floats = NDArray[np.float32]
 ALMOST_ONE = 1 - 2**-53  # the largest uniform that a request can draw
 
 
+def mask(*tokens: int, width: int) -> bytes:
+    """A constraint's mask, `width` bytes."""
+    return bytes(sum(1 << t % 8 for t in set(tokens) if t // 8 == at) for at in range(width))
+
+
+def members(allowed: bytes) -> set[int]:
+    return {token for token in range(8 * len(allowed)) if allowed[token // 8] >> token % 8 & 1}
+
+
 def choose(logits: Floats, row: SamplingRow) -> int:
     """One token as kvarn.sampling's docstring says, step by step."""
     logits = logits.astype(np.float64)
+    if row.allowed is not None:
+        logits[[token for token in range(len(logits)) if token not in members(row.allowed)]] = -np.inf
     for token, bias in row.logit_bias:
         logits[token] += bias
     for token in row.seen:
@@ -203,6 +214,52 @@ def test_a_token_that_is_ruled_out_is_never_chosen() -> None:
     logits = np.array([-np.inf, 0.0, -np.inf, 1.0], np.float32)
     rows = [SamplingRow(temperature=t, uniform=u) for t in (0, 0.5, 100) for u in (0.0, 0.5, ALMOST_ONE)]
     assert set(pick(logits, *rows)) <= {1, 3}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_constraint_comes_before_everything_else(temperature: float) -> None:
+    """Its tokens alone are biased, penalized, filtered and drawn from; log-probabilities stay the model's own."""
+    logits = some_logits(8)
+    order = np.argsort(-logits)
+    worst = [int(t) for t in order[-5:]]
+    rows = [
+        SamplingRow(
+            temperature=temperature,
+            top_k=k,
+            top_p=p,
+            min_p=m,
+            seen=(worst[0], int(order[0])) if r != 1 else (),
+            repetition_penalty=r,
+            logit_bias=bias,
+            allowed=allowed,
+            uniform=u,
+            logprobs=2,
+        )
+        for allowed, k, p, m, r, bias, u in product(
+            (mask(*worst, width=7), mask(*worst, width=8), mask(*worst, 60, 300, width=100), None, mask(3, width=1)),
+            (0, 2),
+            (1.0, 0.6),
+            (0.0, 0.4),
+            (1.0, 1.5),
+            ((), ((int(order[0]), 500.0), (worst[2], -1.0))),
+            (0.0, 0.6, ALMOST_ONE),
+        )
+    ]
+    sampled = sample(torch.from_numpy(np.stack([logits] * len(rows))), rows)
+    assert [one.token for one in sampled] == [choose(logits, row) for row in rows]
+    want = logits - np.log(np.exp(logits.astype(np.float64)).sum())
+    for row, one in zip(rows, sampled, strict=True):
+        assert row.allowed is None or one.token in members(row.allowed)
+        np.testing.assert_allclose(one.logprob, want[one.token], rtol=1e-5)
+        assert [token for token, _ in one.top_logprobs] == list(order[:2])
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 9, 31, 32, 33, 257])
+def test_the_last_token_of_any_vocabulary_can_be_allowed(vocab: int) -> None:
+    logits = some_logits(1, vocab)
+    logits[-1] = -50
+    row = SamplingRow(allowed=mask(vocab - 1, width=-(-vocab // 32) * 4))
+    assert pick(logits, row, SamplingRow()) == [vocab - 1, int(logits.argmax())]
 
 
 @pytest.mark.parametrize("seed", range(2))
