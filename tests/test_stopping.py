@@ -23,6 +23,8 @@ def test_the_text_ends_before_the_first_stop_string_however_it_is_cut(text: str,
     else:
         # A longer stop string may begin earlier and end later than one that is whole already.
         assert len(shown) in ends
+        assert text.startswith(stops.match, len(shown))
+        assert stops.match in stop
         assert stops.finish() == ""
 
 
@@ -36,4 +38,5 @@ def test_nothing_comes_after_a_stop_string() -> None:
     stops = StopStrings(("stop",))
     assert stops.add("a stop b") == "a "
     assert stops.found
+    assert stops.match == "stop"
     assert stops.add("more") == ""

@@ -41,12 +41,14 @@ class Answer(Collected):
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What one event brought to an answer. finish_reason: stop, length or tool_calls, with the answer's last one."""
+    """What one event brought to an answer. finish_reason: stop, length or tool_calls, with the answer's last one;
+    then stop is the stop string that ended it, if one did."""
 
     index: int
     parts: list[Part]
     tokens: list[Token]
     finish_reason: str | None
+    stop: str = ""
 
 
 class Form(Protocol):
@@ -143,6 +145,7 @@ async def progress(
             parts=parts,
             tokens=_token(event, tokenizer),
             finish_reason="tool_calls" if reason == "stop" and called[index] else reason,
+            stop=event.request.stops.match if reason == "stop" and event.request.stops else "",
         )
 
 
