@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import click
+from paper import FLOAT, HALF, LLAMA, Model, memory, table
 
 from kvarn.backends.mlx.kernels import kernels
 from kvarn.format import Preset, TileFormat
@@ -19,7 +20,6 @@ from kvarn.visibility import num_sealed
 BANDWIDTH_SHARE = 0.8  # of the nominal bandwidth: what a good copy reaches
 ARITHMETIC_SHARE = 0.4  # of the nominal rate: indices, loads and waiting take the rest
 DIVISION = 10  # a division or a square root, in operations; everything else, a fused multiply-add too, counts one
-HALF, FLOAT = 2, 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -48,25 +48,6 @@ DEVICES = (
     Device("M4", 120, 10, 1.47),
     Device("M4 Max", 546, 40, 1.58),
 )
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model's attention, and the bytes of its weights."""
-
-    name: str
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    weight_bytes: float
-
-    @property
-    def ratio(self) -> int:
-        return self.heads // self.kv_heads
-
-
-LLAMA = Model("Llama-3.1-8B, weights of 4 bits", 32, 32, 8, 128, 4.5e9)
 
 
 @dataclass(frozen=True)
@@ -161,8 +142,8 @@ def prefill(model: Model, fmt: TileFormat, tokens: int, queries: int) -> Cost:
 
 def fp16(model: Model, tokens: int) -> Cost:
     """Decode over a cache of float16, one layer, by a kernel that reads it once."""
-    numbers = 2 * model.kv_heads * model.head_dim * tokens
-    return Cost(f"fp16 cache at {tokens}", numbers * HALF, 0, numbers * (1 + model.ratio))
+    read = model.exact_bytes(tokens)
+    return Cost(f"fp16 cache at {tokens}", read, 0, read / HALF * (1 + model.ratio))
 
 
 def costs(model: Model, fmt: TileFormat) -> tuple[Cost, ...]:
@@ -182,11 +163,6 @@ def costs(model: Model, fmt: TileFormat) -> tuple[Cost, ...]:
     )
 
 
-def _table(head: list[str], rows: Iterator[list[str]]) -> str:
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
-    return "\n".join(lines)
-
-
 def per_kernel(model: Model, fmt: TileFormat) -> str:
     """What one call of every kernel moves and computes."""
     rows = (
@@ -199,7 +175,7 @@ def per_kernel(model: Model, fmt: TileFormat) -> str:
         ]
         for cost in costs(model, fmt)
     )
-    return _table(["call, one layer", "MB read", "MB written", "million operations", "operations a byte"], rows)
+    return table(["call, one layer", "MB read", "MB written", "million operations", "operations a byte"], rows)
 
 
 def per_device(model: Model, fmt: TileFormat) -> str:
@@ -210,7 +186,7 @@ def per_device(model: Model, fmt: TileFormat) -> str:
 
     shown = [cost for cost in costs(model, fmt) if not cost.name.startswith("combine")]
     rows = ([device.name, f"{device.gb_per_s:.0f}", *(cell(cost, device) for cost in shown)] for device in DEVICES)
-    return _table(["device", "GB/s", *(cost.name for cost in shown)], rows)
+    return table(["device", "GB/s", *(cost.name for cost in shown)], rows)
 
 
 def step_seconds(model: Model, device: Device, layer: tuple[Cost, ...]) -> float:
@@ -233,21 +209,7 @@ def tokens_per_second(model: Model, fmt: TileFormat) -> str:
             yield cells
 
     head = [f"{size} {what}" for size in ("16k", "64k") for what in ("fp16", "ours", "ratio")]
-    return _table(["device", *head], rows())
-
-
-def memory(model: Model, fmt: TileFormat) -> str:
-    """Bytes of the whole cache at 16k and 64k tokens."""
-
-    def rows() -> Iterator[list[str]]:
-        for tokens in (16384, 65536):
-            g, sealed = fmt.tile_tokens, num_sealed(tokens - 1, fmt.tile_tokens)
-            exact = 2 * model.kv_heads * model.head_dim * (tokens - sealed * g) * HALF
-            ours = model.layers * (sealed * model.kv_heads * (fmt.tile_nbytes + 1) + exact)
-            theirs = model.layers * fp16(model, tokens).read
-            yield [str(tokens), f"{theirs / 1e6:.0f}", f"{ours / 1e6:.0f}", f"{theirs / ours:.1f}"]
-
-    return _table(["tokens", "fp16 MB", "ours MB", "times fewer"], rows())
+    return table(["device", *head], rows())
 
 
 @click.command(help=__doc__.split("\n\n")[0] if __doc__ else None)
@@ -255,8 +217,8 @@ def memory(model: Model, fmt: TileFormat) -> str:
 def main(preset: str) -> None:
     fmt = Preset.parse(preset).with_head_dim(LLAMA.head_dim)
     click.echo(f"{LLAMA.name}; {fmt.name}; computed, not measured\n")
-    for table in (memory, per_kernel, per_device, tokens_per_second):
-        click.echo(table(LLAMA, fmt) + "\n")
+    for tabulate in (memory, per_kernel, per_device, tokens_per_second):
+        click.echo(tabulate(LLAMA, fmt) + "\n")
 
 
 if __name__ == "__main__":
