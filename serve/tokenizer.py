@@ -11,6 +11,7 @@ from typing import Any
 
 from kvarn.backend import ModelInfo
 from kvarn.errors import ModelError, UsageError
+from kvarn.serve.toolcalls.learn import ChatFormat, learn
 
 _FOREIGN_ROLES = {"user", "tool"}  # whose text comes from outside the conversation's author
 
@@ -272,6 +273,11 @@ class Tokenizer:
         if isinstance(template, dict):
             template = template.get("tool_use") or template.get("default")
         return str(template or "")
+
+    @functools.cached_property
+    def chat_format(self) -> ChatFormat:
+        """What the chat template can do with tools and thoughts."""
+        return learn(self)
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:

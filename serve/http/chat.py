@@ -4,13 +4,13 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvarn.serve.http.answer import Answer, Progress, Token, respond
-from kvarn.serve.http.conversation import Conversation, prepare
+from kvarn.serve.http.conversation import Conversation, Named, Thinking, Tool, ToolChoice, prepare
 from kvarn.serve.http.params import check_model
 from kvarn.serve.http.parts import CallArguments, CallStart, Part, Text, Thought
 from kvarn.serve.http.schema import ChatBody
@@ -94,6 +94,25 @@ def _entry(text: bytes, logprob: float) -> dict[str, Any]:
     return {"token": text.decode(errors="replace"), "logprob": logprob, "bytes": list(text)}
 
 
+def _conversation(body: ChatBody) -> Conversation:
+    choice = body.tool_choice
+    return Conversation(
+        messages=[message.for_template for message in body.messages],
+        tools=[
+            Tool(
+                name=tool.function.name,
+                description=tool.function.description,
+                parameters=tool.function.parameters,
+                strict=tool.function.strict,
+            )
+            for tool in body.tools
+        ],
+        tool_choice=Named(choice.removeprefix("=")) if choice.startswith("=") else cast(ToolChoice, choice),
+        parallel=body.parallel_tool_calls,
+        thinking=Thinking(effort=body.reasoning_effort, variables=body.chat_template_kwargs),
+    )
+
+
 async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     """Answer a conversation."""
     served = service.check_ready()
@@ -101,7 +120,7 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     service.check_room()
     prepared = await prepare(
         service,
-        Conversation(messages=[message.for_template for message in body.messages]),
+        _conversation(body),
         body,
         max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
         logprobs=body.top_logprobs or 0,

@@ -4,6 +4,7 @@ An endpoint converts its body to a `Conversation` and its sampling fields to a `
 `Prepared.params`, and runs every answer's text through a parser of `Prepared.parser` (`answer.progress` does).
 """
 
+import functools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,11 @@ from kvarn.serve.http.params import constraint_of, encode, request_params
 from kvarn.serve.http.parts import AnswerParser, PlainParser
 from kvarn.serve.http.schema import Generation
 from kvarn.serve.http.service import Served, Service
+from kvarn.serve.toolcalls.answers import AnswerReader
+from kvarn.serve.toolcalls.harmony import HarmonyReader
+from kvarn.serve.toolcalls.learn import ChatFormat
+from kvarn.serve.toolcalls.messages import for_template
+from kvarn.serve.toolcalls.thinking import begins_in_thought, check_variables, effort_variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +104,10 @@ async def prepare(
     context. param: the field that holds the messages, for errors.
     """
     served = service.check_ready()
+    form = await _check(served, conversation, param)
     prompt = await encode_conversation(served, conversation, param)
+    reads_calls = bool(conversation.tools) and conversation.tool_choice != "none"
+    marks = form.call_marks * reads_calls + form.thought_marks
     params = request_params(
         service,
         body,
@@ -108,12 +117,37 @@ async def prepare(
         tenant=tenant,
         param=param,
         constraint=await constraint_of(served, body),
+        shown=served.tokenizer.special_in("\0".join(marks)),
     )
-    return Prepared(params=params, parser=PlainParser)
+    last = conversation.messages[-1]
+    continued = last["content"] if last["role"] == "assistant" else None
+    opened = begins_in_thought(form, served.tokenizer.spell(prompt[-_TAIL:]), continued)
+    return Prepared(params=params, parser=_parser(form, conversation, opened, reads_calls), thinks=form.thinks)
 
 
-async def encode_conversation(served: Served, conversation: Conversation, param: str = "messages") -> list[int]:
-    """The prompt's token ids, tools and all; what counting tokens needs. ApiError 400 as for `prepare`."""
+_TAIL = 32  # tokens at the end of a prompt, among which the beginning of a thought would be
+
+
+def _parser(
+    form: ChatFormat, conversation: Conversation, opened: bool, reads_calls: bool
+) -> Callable[[], AnswerParser]:
+    if form.harmony:
+        return functools.partial(HarmonyReader, parallel=conversation.parallel, new_id=new_call_id)
+    if not reads_calls and form.thoughts is None:
+        return PlainParser
+    return functools.partial(
+        AnswerReader,
+        thoughts=form.thoughts,
+        opened=opened,
+        syntax=form.syntax if reads_calls else None,
+        functions={tool.name: tool.parameters or {} for tool in conversation.tools},
+        parallel=conversation.parallel,
+        new_id=new_call_id,
+    )
+
+
+async def _check(served: Served, conversation: Conversation, param: str) -> ChatFormat:
+    """The model's format; ApiError 400 for what does not go together, or not with this model."""
     if not served.tokenizer.has_chat_template:
         raise ApiError(
             400,
@@ -121,6 +155,61 @@ async def encode_conversation(served: Served, conversation: Conversation, param:
             code="no_chat_template",
             param=param,
         )
-    continues = conversation.messages[-1]["role"] == "assistant"
-    messages = list(conversation.messages)
-    return await encode(lambda: served.tokenizer.encode_chat(messages, continue_final=continues), param)
+    form = await encode(lambda: served.tokenizer.chat_format, param)
+    names = [tool.name for tool in conversation.tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ApiError(
+            400, f"two tools are named {twice!r}; give each a name of its own", code="invalid_value", param="tools"
+        )
+    if names and form.no_tools:
+        raise ApiError(400, f"{served.id} cannot call functions: {form.no_tools}", code="no_tools", param="tools")
+    choice = conversation.tool_choice
+    if choice == "required" and not names:
+        raise ApiError(
+            400, "tool_choice is required, but there are no tools", code="invalid_value", param="tool_choice"
+        )
+    if choice == "required" or isinstance(choice, Named) or any(tool.strict for tool in conversation.tools):
+        raise ApiError(
+            400,
+            "calls cannot be enforced yet: leave out tool_choice (but auto and none) and strict",
+            code="unsupported_parameter",
+            param="tool_choice",
+        )
+    if isinstance(choice, Named) and choice.name not in names:
+        raise ApiError(
+            400,
+            f"tool_choice names {choice.name!r}, which is not among the tools",
+            code="invalid_value",
+            param="tool_choice",
+        )
+    last = conversation.messages[-1]
+    if last["role"] == "assistant" and last.get("tool_calls"):
+        raise ApiError(
+            400, "the last message has calls without their results; add these", code="invalid_value", param=param
+        )
+    return form
+
+
+async def encode_conversation(served: Served, conversation: Conversation, param: str = "messages") -> list[int]:
+    """The prompt's token ids, tools and all; what counting tokens needs. ApiError 400 as for `prepare`."""
+    form = await _check(served, conversation, param)
+    thinking, known = conversation.thinking, served.tokenizer.variables
+    await encode(lambda: check_variables(known, thinking.variables), "chat_template_kwargs")
+    own = await encode(lambda: effort_variables(form, known, thinking.effort), "reasoning_effort")
+    variables = own | dict(thinking.variables)
+    messages, tools = for_template(
+        conversation.messages, [_described(tool) for tool in conversation.tools], form, parallel=conversation.parallel
+    )
+    continues = messages[-1]["role"] == "assistant"
+    return await encode(
+        lambda: served.tokenizer.encode_chat(messages, continue_final=continues, tools=tools, variables=variables),
+        param,
+    )
+
+
+def _described(tool: Tool) -> dict[str, Any]:
+    """A tool as chat templates take it."""
+    parameters = {"type": "object", "properties": {}} | dict(tool.parameters or {})
+    function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    return {"type": "function", "function": function}

@@ -83,7 +83,7 @@ def from_validation(error: RequestValidationError) -> ApiError:
         return ApiError(
             400, f"the body is not valid JSON: {context.get('error', 'it cannot be read')}", code="invalid_json"
         )
-    if kind == "kvarn_field":  # see kvarn.serve.http.schema.fault
+    if kind == "kvarn_field":  # see kvarn.serve.http.fields.fault
         param = ".".join(x for x in (param, context["param"]) if x) or None
         return ApiError(400, first["msg"], code=context["code"], param=param)
     if param is None:

@@ -1,6 +1,7 @@
 """From the fields of a request to the engine's parameters; everything is checked before the engine sees it."""
 
 import asyncio
+import functools
 import secrets
 from collections.abc import Callable
 from typing import TypeVar
@@ -58,8 +59,12 @@ def request_params(
     tenant: str,
     param: str,
     constraint: ConstraintMaker | None = None,
+    shown: frozenset[int] = frozenset(),
 ) -> RequestParams:
-    """The engine's parameters for one prompt; ApiError 400 for what does not fit. `param` is the prompt's field."""
+    """The engine's parameters for one prompt; ApiError 400 for what does not fit. `param` is the prompt's field.
+
+    shown: special tokens whose names are part of the answer's text.
+    """
     served = service.check_ready()
     service.check_prompt(prompt, param)
     service.check_ids(list(body.logit_bias), "logit_bias")
@@ -82,7 +87,7 @@ def request_params(
             n=body.n,
             stop_token_ids=stop_token_ids(served.engine.backend.info, served.tokenizer),
             stop=body.stop,
-            text=served.tokenizer.stream,
+            text=functools.partial(served.tokenizer.stream, shown),
             tenant=tenant,
             constraint=constraint,
         )

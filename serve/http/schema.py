@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+
+from kvarn.serve.http.fields import Content, Strict, Text, fault, whole_unicode
+from kvarn.serve.http.tool_schema import MAX_TOOLS, CallBody, Choice, ToolBody
 
 MAX_ANSWERS = 128  # of one request: prompts times n
 MAX_STOPS = 16
@@ -13,7 +15,7 @@ MAX_STOP_LENGTH = 256
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
 
-ACCEPTED = (
+ACCEPTED: tuple[str, ...] = (
     "cache_control",
     "metadata",
     "parallel_tool_calls",
@@ -27,111 +29,40 @@ ACCEPTED = (
 )
 """Fields of a request that cannot change the answer here; any value is accepted."""
 
-_TOOLS = "this server calls no tools"
+_CHAT_ONLY = "it goes with /v1/chat/completions"
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "this server answers with text only"),
-    "function_call": (("none",), _TOOLS),
-    "functions": (([],), _TOOLS),
+    "function_call": (("none",), "its newer name is tool_choice"),
+    "functions": (([],), "the newer form is tools"),
     "guided_choice": ((), "here it is a regex like a|b|c"),
     "guided_grammar": ((), "here it is grammar"),
     "guided_json": ((), "here it is response_format with a json_schema"),
     "guided_regex": ((), "here it is regex"),
     "json_schema": ((), "here it is response_format with a json_schema"),
     "modalities": ((["text"],), "this server answers with text only"),
-    "reasoning_effort": ((), "this server does not steer reasoning"),
+    "reasoning": ((), "here it is reasoning_effort"),
     "structured_outputs": ((), "here it is response_format, regex or grammar"),
     "suffix": (("",), "this server does not fill in the middle"),
-    "tool_choice": (("none",), _TOOLS),
-    "tools": (([],), _TOOLS),
     "verbosity": (("medium",), "this server does not steer verbosity"),
     "web_search_options": ((), "this server does not search"),
 }
 """Fields that would change the answer and are not supported: the values that ask for nothing, and the reason."""
 
+_CHAT_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "chat_template_kwargs": (({},), _CHAT_ONLY),
+    "reasoning_effort": ((), _CHAT_ONLY),
+    "tool_choice": (("none",), _CHAT_ONLY),
+    "tools": (([],), _CHAT_ONLY),
+}
+"""The same for completions."""
+
 _MESSAGE_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "annotations": (([],), "only text is supported"),
     "audio": ((), "only text is supported"),
-    "function_call": ((), _TOOLS),
-    "reasoning_content": (("",), "only text is supported"),
+    "function_call": ((), "the newer form is tool_calls"),
+    "reasoning_details": (([],), "send it as reasoning_content"),
     "refusal": ((), "send it as content"),
-    "tool_calls": (([],), _TOOLS),
 }
-
-
-def fault(param: str | None, text: str, code: str = "invalid_value") -> PydanticCustomError:
-    """A refusal that kvarn.serve.http.errors turns into a sentence about `param`."""
-    return PydanticCustomError("kvarn_field", "{text}", {"text": text, "param": param, "code": code})
-
-
-def _unicode(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise fault(
-            None, "a string holds half of a surrogate pair, which is not valid Unicode; send whole characters"
-        ) from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_unicode)]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    accepted: ClassVar[tuple[str, ...]] = ()
-    refused: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_name(cls, data: Any) -> Any:
-        """Take out nulls and what cannot change the answer; refuse by name what would, and what is unknown."""
-        if not isinstance(data, dict):
-            return data
-        kept = {}
-        for name, value in data.items():
-            if value is None or name in cls.accepted:
-                continue
-            if name in cls.refused:
-                neutral, reason = cls.refused[name]
-                if value not in neutral:
-                    raise fault(name, f"{name} is not supported: {reason}; leave it out", "unsupported_parameter")
-                continue
-            if name not in cls.model_fields:
-                raise fault(name, f"unknown field {name[:64]!r}; leave it out", "unknown_parameter")
-            kept[name] = value
-        return kept
-
-
-def _content(value: Any) -> str:
-    """A message's text: a string, or text parts, which are joined by line breaks."""
-    if isinstance(value, str):
-        return _unicode(value)
-    if not isinstance(value, list) or not value:
-        raise fault(None, "content must be a string or a list of text parts", "invalid_type")
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise fault(
-                None, f"content parts of type {str(kind)[:64]!r} are not supported; send text", "unsupported_content"
-            )
-        unknown = {name for name, x in part.items() if x is not None} - {"type", "text", "cache_control"}
-        if unknown or not isinstance(part.get("text"), str):
-            raise fault(None, 'a text part is {"type": "text", "text": a string}', "invalid_type")
-        texts.append(_unicode(part["text"]))
-    return "\n".join(texts)
-
-
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-Content = Annotated[
-    str,
-    PlainValidator(_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]}),
-]
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -140,7 +71,7 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise fault(None, "stop must be a string or a list of strings", "invalid_type")
     if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
         raise fault(None, f"stop takes up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
-    return tuple(_unicode(stop) for stop in stops)
+    return tuple(whole_unicode(stop) for stop in stops)
 
 
 Stops = Annotated[
@@ -169,7 +100,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
         if not isinstance(prompt, str) and not _is_ids(prompt):
             raise fault(None, "every prompt must be a string, or token ids (at least one)", "invalid_type")
         if isinstance(prompt, str):
-            _unicode(prompt)
+            whole_unicode(prompt)
     return prompts
 
 
@@ -277,14 +208,14 @@ ResponseFormat = Annotated[
 ]
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """stream_options. Obfuscation only pads chunks, which this server never does."""
 
     accepted = ("include_obfuscation",)
     include_usage: bool = False
 
 
-class Generation(_Strict):
+class Generation(Strict):
     """What /v1/chat/completions and /v1/completions share."""
 
     accepted = ACCEPTED
@@ -318,32 +249,75 @@ class Generation(_Strict):
         return self
 
 
-class Message(_Strict):
-    """One message of a conversation."""
+class Message(Strict):
+    """One message of a conversation. A message of the assistant may have calls instead of content; what it thought may
+    stand under either name."""
 
     accepted = ("cache_control",)
     refused = _MESSAGE_REFUSED
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content
+    content: Content | None = None
     name: Text | None = None
     tool_call_id: Text | None = None
+    tool_calls: list[CallBody] = Field(default_factory=list)
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+
+    @model_validator(mode="after")
+    def _of_the_role(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise fault("content", "content is missing", "missing_required_parameter")
+        for field in ("tool_calls", "reasoning_content", "reasoning"):
+            if getattr(self, field) and self.role != "assistant":
+                raise fault(field, f"{field} is for messages of the assistant; this one is of the role {self.role}")
+        return self
 
     @property
-    def for_template(self) -> dict[str, str]:
-        """As chat templates know it: developer is the newer name of system."""
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        extra = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return message | {name: text for name, text in extra.items() if text is not None}
+    def for_template(self) -> dict[str, Any]:
+        """As kvarn.serve.http.conversation wants it: developer is the newer name of system."""
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+        }
+        thought = self.reasoning_content or self.reasoning
+        extra = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": thought or None}
+        message |= {name: text for name, text in extra.items() if text is not None}
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        return message
+
+
+def _variables(value: Any) -> dict[str, Any]:
+    """Variables of the chat template. Nothing but plain values: what they do is the template's matter."""
+    if not isinstance(value, dict) or not all(isinstance(x, str | bool | int | float) for x in value.values()):
+        raise fault(None, "chat_template_kwargs is an object of strings, numbers and booleans by name", "invalid_type")
+    for x in (*value, *value.values()):
+        if isinstance(x, str):
+            whole_unicode(x)
+    return value
+
+
+Variables = Annotated[
+    dict[str, Any],
+    PlainValidator(_variables),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}),
+]
 
 
 class ChatBody(Generation):
     """POST /v1/chat/completions."""
 
+    accepted = tuple(name for name in ACCEPTED if name != "parallel_tool_calls")
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[ToolBody] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_choice: Choice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    chat_template_kwargs: Variables = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _chat(self) -> Self:
@@ -357,6 +331,7 @@ class ChatBody(Generation):
 class CompletionBody(Generation):
     """POST /v1/completions. Without max_tokens an answer has up to 16 tokens, as at OpenAI."""
 
+    refused = _REFUSED | _CHAT_FIELDS
     prompt: Prompts
     max_tokens: int = Field(16, ge=0)
     echo: bool = False
@@ -382,7 +357,7 @@ class CompletionBody(Generation):
         return self
 
 
-class TokenizeBody(_Strict):
+class TokenizeBody(Strict):
     """POST /tokenize: a text, or a conversation in the model's chat template."""
 
     model: Text | None = None

@@ -66,12 +66,21 @@ class ChatFormat:
     thought_field: str = "reasoning_content"
 
     @property
-    def marks(self) -> str:
-        """All marks of calls and thoughts, in one text."""
-        texts = list(harmony.MARKS) if self.harmony else []
-        for part in (self.syntax, self.thoughts):
-            texts += [str(value) for value in vars(part).values()] if part is not None else []
-        return "\0".join(texts)
+    def thinks(self) -> bool:
+        """Whether the model may think before it answers."""
+        return self.harmony or self.thoughts is not None
+
+    @property
+    def call_marks(self) -> tuple[str, ...]:
+        """The texts between which calls stand."""
+        return tuple(str(value) for value in vars(self.syntax).values() if isinstance(value, str))
+
+    @property
+    def thought_marks(self) -> tuple[str, ...]:
+        """The texts between which thoughts stand; in harmony those of everything."""
+        if self.harmony:
+            return harmony.MARKS
+        return (self.thoughts.open, self.thoughts.close) if self.thoughts is not None else ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from kvarn.format import Preset
 from kvarn.serve.http.app import create_app
 from kvarn.serve.http.security import Security
 from kvarn.serve.http.service import Limits, Service
+from kvarn.serve.toolcalls.learn import ChatFormat
 from kvarn.step import StepPlan, StepResult
 
 MODEL = "org/fake"
@@ -35,7 +36,17 @@ class FakeTokenizer:
     def encode(self, text: str) -> list[int]:
         return [ALPHABET.index(c) if c in ALPHABET else 0 for c in text]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, continue_final: bool = False) -> list[int]:
+    chat_format = ChatFormat(native=True)
+    variables: frozenset[str] = frozenset()
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        continue_final: bool = False,
+        tools: Sequence[Any] = (),
+        variables: Any = None,
+    ) -> list[int]:
         if any(message["content"] == "refuse me" for message in messages):
             raise UsageError("the model's chat template refuses these messages: as asked")
         text = "\n".join(f"<{message['role']}>{message['content']}" for message in messages)
@@ -53,7 +64,13 @@ class FakeTokenizer:
     def token_bytes(self, token: int) -> bytes:
         return ALPHABET[token].encode()
 
-    def stream(self) -> "FakeStream":
+    def spell(self, ids: Sequence[int]) -> str:
+        return self.decode(ids)
+
+    def special_in(self, text: str) -> frozenset[int]:
+        return frozenset()
+
+    def stream(self, shown: frozenset[int] = frozenset()) -> "FakeStream":
         return FakeStream()
 
 

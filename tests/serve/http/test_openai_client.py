@@ -63,8 +63,8 @@ def test_errors_come_as_the_clients_own_exceptions(client: openai.OpenAI) -> Non
         create(model="gpt-4", messages=MESSAGES)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as bad:
-        create(model="org/fake", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert bad.value.param == "tools"
+        create(model="org/fake", messages=MESSAGES, functions=[{"name": "f"}])
+    assert bad.value.param == "functions"
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model="org/fake", prompt="x" * 2000)
     assert long.value.code == "context_length_exceeded"

@@ -9,8 +9,6 @@ from kvarn.serve.http import schema
 
 USER = {"role": "user", "content": "hi"}
 REFUSED = [
-    ("tools", [{"type": "function"}]),
-    ("tool_choice", "auto"),
     ("functions", [{}]),
     ("function_call", "auto"),
     ("guided_json", {"type": "object"}),
@@ -19,14 +17,55 @@ REFUSED = [
     ("json_schema", {}),
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "x"}),
-    ("reasoning_effort", "low"),
+    ("reasoning", {"effort": "low"}),
     ("verbosity", "low"),
     ("web_search_options", {}),
     ("suffix", "x"),
 ]
+REFUSED_FOR_COMPLETIONS = [
+    ("tools", [{"type": "function"}]),
+    ("tool_choice", "auto"),
+    ("reasoning_effort", "low"),
+    ("chat_template_kwargs", {"thinking": True}),
+]
+TOOL = {"type": "function", "function": {"name": "look"}}
+DEEP: Any = {}
+for _ in range(70):
+    DEEP = {"items": DEEP}
+WRONG_TOOLS = [
+    ({"tools": {}}, "tools"),
+    ({"tools": [TOOL] * 513}, "tools"),
+    ({"tools": [TOOL, TOOL]}, "tools"),
+    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].custom"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "colour": 1}}]}, "tools[0].function.colour"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools[0].function.parameters"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
+        "tools[0].function.parameters",
+    ),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": DEEP}}]}, "tools[0].function.parameters"),
+    ({"tool_choice": "any"}, "tool_choice"),
+    ({"tool_choice": ["auto"]}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "name": "look"}}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "walk"}}}, "tool_choice"),
+    ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
+    ({"reasoning_effort": "much"}, "reasoning_effort"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"colour": [1]}}, "chat_template_kwargs"),
+]
 NEUTRAL = {
+    "chat_template_kwargs": {},
+    "reasoning_effort": "none",
     "tools": [],
-    "tool_choice": "none",
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
     "functions": [],
     "response_format": {"type": "text"},
     "modalities": ["text"],
@@ -93,7 +132,19 @@ WRONG_MESSAGES = [
     ({"role": "user", "content": [{"type": "text", "text": "x", "colour": 1}]}, "messages[0].content"),
     ({"role": "user", "content": ["x"]}, "messages[0].content"),
     ({"role": "user", "content": "\ud800"}, "messages[0].content"),
-    ({"role": "assistant", "content": "x", "tool_calls": [{"id": 1}]}, "messages[0].tool_calls"),
+    ({"role": "assistant", "content": "x", "tool_calls": [{"id": 1}]}, "messages[0].tool_calls[0].id"),
+    (
+        {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ({"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}, "messages"),
+    ({"role": "assistant", "tool_calls": [], "reasoning": "hm"}, "messages[0].content"),
+    (
+        {"role": "user", "content": "x", "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
+        "messages[0].tool_calls",
+    ),
+    ({"role": "tool", "content": "x", "reasoning_content": "hm"}, "messages[0].reasoning_content"),
+    ({"role": "assistant", "content": "x", "reasoning_details": [{}]}, "messages[0].reasoning_details"),
     ({"role": "assistant", "content": "x", "function_call": {}}, "messages[0].function_call"),
     ({"role": "assistant", "content": "x", "audio": {"id": "x"}}, "messages[0].audio"),
     ({"role": "user", "content": "x", "colour": "red"}, "messages[0].colour"),
@@ -118,13 +169,24 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(server: Any, na
     refused(server.complete(**{name: value}), name)
 
 
+@pytest.mark.parametrize(("name", "value"), REFUSED_FOR_COMPLETIONS)
+def test_what_goes_with_chats_is_refused_for_completions(server: Any, name: str, value: Any) -> None:
+    assert "chat" in refused(server.complete(**{name: value}), name)["message"]
+    assert server.complete(**{name: None}).status_code == 200
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG_TOOLS, ids=lambda x: str(x)[:60])
+def test_wrong_tools_and_choices_are_refused_at_their_place(server: Any, fields: dict[str, Any], param: str) -> None:
+    refused(server.chat(**fields), param)
+
+
 def test_the_values_of_such_a_field_that_ask_for_nothing_are_taken(server: Any) -> None:
     assert server.chat(**NEUTRAL).status_code == 200
     assert server.complete(suffix="", best_of=1).status_code == 200
     refused(server.complete(best_of=2), "best_of")
 
 
-@pytest.mark.parametrize("name", schema.ACCEPTED)
+@pytest.mark.parametrize("name", schema.ChatBody.accepted)
 def test_a_field_that_cannot_change_the_answer_is_taken(server: Any, name: str) -> None:
     want = server.chat().json()["choices"]
     for value in ("x", {"a": ["b"]}, True, None):
@@ -140,7 +202,7 @@ def test_nulls_are_as_good_as_nothing(server: Any) -> None:
     assert response.status_code == 200
 
 
-@pytest.mark.parametrize("name", ["colour", "max_token", "ignore_eos", "chat_template_kwargs"])
+@pytest.mark.parametrize("name", ["colour", "max_token", "ignore_eos", "tool"])
 def test_an_unknown_field_is_refused_by_name(server: Any, name: str) -> None:
     assert refused(server.chat(**{name: 1}), name)["code"] == "unknown_parameter"
     refused(server.complete(**{name: 1}), name)
