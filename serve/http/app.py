@@ -2,20 +2,25 @@
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvarn import __version__
-from kvarn.serve.http import errors
+from kvarn.capacity import holding
+from kvarn.serve.http import errors, page
 from kvarn.serve.http.chat import chat
 from kvarn.serve.http.completions import completions
 from kvarn.serve.http.conversation import Conversation, encode_conversation
+from kvarn.serve.http.messages import count_tokens, messages
+from kvarn.serve.http.messages_schema import CountBody, MessagesBody
 from kvarn.serve.http.metrics import CONTENT_TYPE
 from kvarn.serve.http.params import check_model, encode
+from kvarn.serve.http.responses import responses
+from kvarn.serve.http.responses_schema import ResponsesBody
 from kvarn.serve.http.schema import ChatBody, CompletionBody, TokenizeBody
 from kvarn.serve.http.security import Security, check_body, check_key, check_site, guard
 from kvarn.serve.http.service import Served, Service
@@ -41,6 +46,7 @@ def create_app(service: Service, security: Security) -> ASGIApp:
 def _routes(service: Service) -> FastAPI:
     app = FastAPI(title="KVarN", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(app)
+    page.install(app)
 
     @app.post("/v1/chat/completions")
     async def post_chat(body: ChatBody, request: Request) -> Response:
@@ -49,6 +55,18 @@ def _routes(service: Service) -> FastAPI:
     @app.post("/v1/completions")
     async def post_completions(body: CompletionBody, request: Request) -> Response:
         return await completions(service, request, body)
+
+    @app.post("/v1/responses")
+    async def post_responses(body: ResponsesBody, request: Request) -> Response:
+        return await responses(service, request, body)
+
+    @app.post("/v1/messages")
+    async def post_messages(body: MessagesBody, request: Request) -> Response:
+        return await messages(service, request, body)
+
+    @app.post("/v1/messages/count_tokens")
+    async def post_count_tokens(body: CountBody) -> Response:
+        return await count_tokens(service, body)
 
     @app.get("/v1/models")
     async def get_models() -> dict[str, Any]:
@@ -83,8 +101,9 @@ def _routes(service: Service) -> FastAPI:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/v1/cache")
-    def cache() -> dict[str, Any]:
-        return _cache(service.check_ready())
+    def cache(tokens: Annotated[int | None, Query(ge=1)] = None) -> dict[str, Any]:
+        served = service.check_ready()
+        return {**_cache(served), "kv": _kv(served, tokens)}
 
     return app
 
@@ -119,6 +138,28 @@ def _cache(served: Served) -> dict[str, Any]:
     }
 
 
+def _kv(served: Served, tokens: int | None) -> dict[str, Any]:
+    """What the KV cache takes, in bytes; `sequence`: what one sequence of `tokens` tokens holds, and would hold exact.
+
+    Both hold whole tiles. The sealed bytes a token are None where nothing is sealed.
+    """
+    plan, size = served.engine.backend.info.plan, served.engine.backend.pool_size
+    tile = plan.tile_tokens
+    report: dict[str, Any] = {
+        "dtype": plan.name,
+        "tile_tokens": tile,
+        "layers": len(plan.layers),
+        "layers_sealed": len(plan.sealed),
+        "sealed_bytes_per_token": size.block_bytes / tile if plan.preset else None,
+        "exact_bytes_per_token": size.slot_bytes / tile,
+    }
+    if tokens is not None:
+        exact = -(-tokens // tile) * size.slot_bytes
+        held = holding(tokens, plan).nbytes(size)
+        report["sequence"] = {"tokens": tokens, "bytes": held, "bytes_exact": exact}
+    return report
+
+
 def _check_status(service: Service) -> Callable[[Scope, Receive], Awaitable[Receive]]:
     async def check(scope: Scope, receive: Receive) -> Receive:
         if scope["path"].startswith(_NEEDS_MODEL):
@@ -149,16 +190,21 @@ def _counted(app: ASGIApp, service: Service) -> ASGIApp:
         except Exception:
             _log.exception("a request failed")
             if not started:
-                await errors.error_response(errors.fault())(scope, receive, count)
+                await errors.error_response(errors.fault(), scope["path"])(scope, receive, count)
 
     return counted
 
 
-_PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/health", "/metrics", "/v1/cache"}
+_PATHS = {
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/models", "/tokenize", "/health", "/metrics", "/v1/cache"),
+}
 
 
 def endpoint(path: str) -> str:
     """A path's label in the metrics; unknown ones share one."""
     if path in _PATHS:
         return path
+    if path in page.PATHS:
+        return "/"
     return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"

@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvarn.serve.http.errors import ApiError, error_response
+from kvarn.serve.http.page import PATHS as PAGE_PATHS
 
-OPEN_PATHS = ("/health",)  # a probe needs no key
+OPEN_PATHS = {"/health"} | PAGE_PATHS  # a probe needs no key, and the page asks for one
 _LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 Check = Callable[[Scope, Receive], Awaitable[Receive]]
@@ -36,7 +37,7 @@ def guard(app: ASGIApp, check: Check) -> ASGIApp:
             try:
                 receive = await check(scope, receive)
             except ApiError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await app(scope, receive, send)
 
@@ -79,11 +80,17 @@ def check_site(security: Security) -> Check:
                 raise ApiError(
                     403, f"the web page {origin[:200]!r} may not ask here; allow it with --cors-origin", code="origin"
                 )
-        elif header(scope, b"sec-fetch-site") in ("cross-site", "same-site"):
+        elif header(scope, b"sec-fetch-site") in ("cross-site", "same-site") and not _follows_a_link(scope):
             raise ApiError(403, "another web page may not ask here; allow it with --cors-origin", code="origin")
         return receive
 
     return check
+
+
+def _follows_a_link(scope: Scope) -> bool:
+    """Whether a visitor of another page opens ours in a tab. It sends nothing by being opened, and fits no frame."""
+    asked = (scope["method"], scope["path"], header(scope, b"sec-fetch-mode"), header(scope, b"sec-fetch-dest"))
+    return asked == ("GET", "/", "navigate", "document")
 
 
 def tenant_of(key: str) -> str:
@@ -92,7 +99,7 @@ def tenant_of(key: str) -> str:
 
 
 def check_key(security: Security) -> Check:
-    """`Authorization: Bearer KEY` (401). Sets the request's tenant: with keys, one per key."""
+    """`Authorization: Bearer KEY` or `x-api-key: KEY` (401). Sets the request's tenant: with keys, one per key."""
     tenants = [tenant_of(key) for key in security.keys]
 
     async def check(scope: Scope, receive: Receive) -> Receive:
@@ -101,13 +108,15 @@ def check_key(security: Security) -> Check:
         if not tenants or scope["path"] in OPEN_PATHS:
             return receive
         kind, _, key = (header(scope, b"authorization") or "").partition(" ")
+        if not key:  # as Anthropic's clients send it
+            kind, key = "bearer", header(scope, b"x-api-key") or ""
         given = hashlib.sha256(key.strip().encode("latin-1")).hexdigest()
         # Digests of equal length, each one compared: the time says nothing about a key.
         found = [hmac.compare_digest(given, tenant) for tenant in tenants]
         if kind.lower() != "bearer" or not any(found):
             raise ApiError(
                 401,
-                "the API key is missing or wrong; send Authorization: Bearer KEY",
+                "the API key is missing or wrong; send Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )

@@ -22,7 +22,9 @@ def test_another_model_is_a_404(server: Any) -> None:
     assert server.chat(model="other-name").json()["model"] == "org/fake"
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/chat", "/v1/chat/completions/", "/docs", "/v1/embeddings", "/%00"])
+@pytest.mark.parametrize(
+    "path", ["/page", "/v1", "/v1/chat", "/v1/chat/completions/", "/docs", "/v1/embeddings", "/%00"]
+)
 def test_an_unknown_path_is_a_404_in_openais_shape(server: Any, path: str) -> None:
     response = server.http.get(path)
     assert response.status_code == 404
