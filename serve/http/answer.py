@@ -37,6 +37,7 @@ class Answer(Collected):
 
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
+    stop: str = ""  # the stop string that ended it, if one did
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +204,7 @@ async def collect(
             for part in step.parts:
                 answer.add(part)
             answer.tokens += step.tokens
-            answer.finish_reason = step.finish_reason
+            answer.finish_reason, answer.stop = step.finish_reason, step.stop
 
     collecting = asyncio.ensure_future(run())
     gone = asyncio.ensure_future(until_disconnect(receive))

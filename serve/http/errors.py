@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, with the true HTTP code."""
+"""Errors with the true HTTP code, in OpenAI's shape; under /v1/messages in Anthropic's."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -61,15 +61,38 @@ def from_kvarn(error: KvarnError, *, param: str | None = None) -> ApiError:
     return ApiError(500, str(error), code="engine_error")
 
 
-def error_response(error: ApiError) -> Response:
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """The JSON object that a client of /v1/messages gets."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    where = f"{error.param}: " if error.param and not error.message.startswith(error.param) else ""
+    return {"type": "error", "error": {"type": kind, "message": where + error.message}}
+
+
+def error_response(error: ApiError, path: str) -> Response:
     """The answer to a request that was refused. In ASCII: a message may quote what is not valid Unicode."""
-    return Response(json.dumps(error.body), error.status, error.headers, media_type="application/json")
+    body, status = error.body, error.status
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        body, status = anthropic_body(error), 529 if status == 503 else status
+    return Response(json.dumps(body), status, error.headers, media_type="application/json")
 
 
 def path_of(location: Sequence[int | str]) -> str | None:
-    """("body", "messages", 0, "content") -> messages[0].content."""
+    """("body", "messages", 0, "content") -> messages[0].content. A tag in angle brackets is no part of it."""
     text = ""
     for part in location[1:]:
+        if isinstance(part, str) and part.startswith("<"):
+            continue
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text or None
 
@@ -104,26 +127,26 @@ def from_http(error: HTTPException) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Every way in which a request fails gives OpenAI's shape."""
+    """Every way in which a request fails gives its endpoint's shape."""
 
-    async def api(_: Request, error: Exception) -> Response:
+    async def api(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error_response(error)
+        return error_response(error, request.url.path)
 
-    async def validation(_: Request, error: Exception) -> Response:
+    async def validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(from_validation(error))
+        return error_response(from_validation(error), request.url.path)
 
-    async def http(_: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return error_response(from_http(error))
+        return error_response(from_http(error), request.url.path)
 
-    async def kvarn(_: Request, error: Exception) -> Response:
+    async def kvarn(request: Request, error: Exception) -> Response:
         assert isinstance(error, KvarnError)
-        return error_response(from_kvarn(error))
+        return error_response(from_kvarn(error), request.url.path)
 
-    async def ours(_: Request, error: Exception) -> Response:
-        return error_response(fault())
+    async def ours(request: Request, error: Exception) -> Response:
+        return error_response(fault(), request.url.path)
 
     app.add_exception_handler(ApiError, api)
     app.add_exception_handler(RequestValidationError, validation)

@@ -1,0 +1,25 @@
+"""How much to think, for endpoints whose clients ask for it whatever the model is."""
+
+from kvarn.errors import UsageError
+from kvarn.serve.tokenizer import Tokenizer
+from kvarn.serve.toolcalls.thinking import effort_variables
+
+
+def effort_for(tokenizer: Tokenizer, effort: str | None) -> str | None:
+    """The effort to ask for: none at all of a model that does not think, which no effort could change."""
+    form = tokenizer.chat_format
+    if effort is None or form.thinks:
+        return effort
+    try:
+        return effort if effort_variables(form, tokenizer.variables, effort) else None
+    except UsageError:
+        return None
+
+
+def effort_on(tokenizer: Tokenizer) -> str | None:
+    """The effort that switches thoughts on, where they can be switched; else it is the template that decides."""
+    try:
+        switches = effort_variables(tokenizer.chat_format, tokenizer.variables, "none")
+    except UsageError:
+        return None
+    return "medium" if switches else None
