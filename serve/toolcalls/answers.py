@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvarn.serve.http.parts import Part, Text, Thought
-from kvarn.serve.toolcalls.readers import Calls, read_calls
+from kvarn.serve.toolcalls.calls import Calls
+from kvarn.serve.toolcalls.readers import read_calls
 from kvarn.serve.toolcalls.scan import Mismatch, Reading, Source, drive
 from kvarn.serve.toolcalls.syntax import CallSyntax, NamedCalls, TaggedCalls, ThoughtMarks, triggers
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from kvarn.serve.http.parts import Part, Text, Thought
-from kvarn.serve.toolcalls.readers import Calls
+from kvarn.serve.toolcalls.calls import Calls
 from kvarn.serve.toolcalls.scan import Reading, Source, drive
 
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
@@ -36,7 +36,7 @@ class HarmonyReader:
         source, said = self._source, False
         while (yield from source.need()):
             headed = False
-            for mark in ("<|start|>", "<|channel|>"):
+            for mark in ("<|start|>", "<|channel|>", " to="):
                 headed = headed or (yield from source.accept(mark))
             source.at = 0
             header = ""

@@ -51,8 +51,9 @@ class ChatFormat:
     """native: the template writes tools itself; else they are described in a system message, unless `no_tools` says why
     that is not possible either. syntax: how calls are written. harmony: in the format of gpt-oss, instead.
 
-    As the template wants them: arguments_as_text, empty: the content of a message that has but calls, short_ids: ids of
-    nine letters and digits, thought_field: where a message's thoughts are.
+    As the template wants them: arguments_as_text, empty: the content of a message that has but calls, calls_alone: it
+    drops the calls of a message that has content too, short_ids: ids of nine letters and digits, thought_field: where a
+    message's thoughts are.
     """
 
     native: bool = False
@@ -61,6 +62,7 @@ class ChatFormat:
     harmony: bool = False
     arguments_as_text: bool = False
     empty: str | None = ""
+    calls_alone: bool = False
     short_ids: bool = False
     thoughts: ThoughtMarks | None = None
     thought_field: str = "reasoning_content"
@@ -111,6 +113,7 @@ def learn(template: Template) -> ChatFormat:
                     syntax=syntax,
                     arguments_as_text=way.as_text,
                     empty=way.empty,
+                    calls_alone=_NAMES[0] not in (_turn(template, way, 1, _SAY) or ""),
                     short_ids=not _takes_long_ids(template, way),
                     thoughts=thoughts,
                     thought_field=thought_field,

@@ -55,7 +55,7 @@ def _native(message: dict[str, Any], form: ChatFormat) -> dict[str, Any]:
         message[form.thought_field] = thought
     if message.get("tool_calls"):
         message["tool_calls"] = [_native_call(call, form) for call in message["tool_calls"]]
-        message["content"] = message.get("content") or form.empty
+        message["content"] = form.empty if form.calls_alone else message.get("content") or form.empty
     if "tool_call_id" in message:
         message["tool_call_id"] = _id(message["tool_call_id"], form)
     return message

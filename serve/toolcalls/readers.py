@@ -3,47 +3,14 @@
 A reader raises Mismatch where the text is no call after all; what it has read since the last call is text then.
 """
 
-import ast
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from kvarn.serve.http.parts import CallArguments, CallStart, Part
+from kvarn.serve.toolcalls.calls import MAX_NAME, Calls
+from kvarn.serve.toolcalls.python_calls import read_python
 from kvarn.serve.toolcalls.scan import Mismatch, Reading, Source
 from kvarn.serve.toolcalls.syntax import CallSyntax, JsonCalls, NamedCalls, PythonCalls, TaggedCalls
-
-MAX_NAME = 256  # characters of a function's name; beyond that it is none
-
-
-class Calls:
-    """Where readers put what they find. functions: name -> the schema of its parameters.
-
-    With `parallel` false there is one call, and all that comes after it is dropped.
-    """
-
-    def __init__(
-        self, out: list[Part], functions: Mapping[str, Mapping[str, Any]], parallel: bool, new_id: Callable[[], str]
-    ) -> None:
-        self.functions = functions
-        self.count = 0
-        self.closed = False
-        self._out = out
-        self._parallel = parallel
-        self._new_id = new_id
-
-    def start(self, name: str) -> None:
-        """A call begins."""
-        if not name or len(name) > MAX_NAME:
-            raise Mismatch
-        self.closed = self.closed or (self.count > 0 and not self._parallel)
-        if not self.closed:
-            self._out.append(CallStart(self.count, self._new_id(), name))
-            self.count += 1
-
-    def arguments(self, text: str) -> None:
-        """More of the last call's arguments."""
-        if text and not self.closed:
-            self._out.append(CallArguments(self.count - 1, text))
 
 
 def read_calls(source: Source, calls: Calls, syntax: CallSyntax, *, bare: bool = False) -> Reading[None]:
@@ -75,15 +42,25 @@ def read_json(source: Source, calls: Calls, syntax: JsonCalls, *, bare: bool) ->
         if not (yield from _after_space(source, "," if in_list else ";")):
             break
     if in_list:
-        yield from _after_space(source, "]")
+        yield from _close(source, "]")
     if syntax.end:
-        yield from _after_space(source, syntax.end)
+        yield from _close(source, syntax.end)
     source.forget()
 
 
 def _read_object(source: Source, calls: Calls, syntax: JsonCalls, *, bare: bool) -> Reading[None]:
-    name, arguments, started = None, "{}", False
     yield from source.expect("{")
+    count = calls.count
+    try:
+        yield from _read_fields(source, calls, syntax, bare)
+    except Mismatch:
+        if calls.count == count or not source.ended:
+            raise
+        source.at = len(source.text)  # cut after the arguments
+
+
+def _read_fields(source: Source, calls: Calls, syntax: JsonCalls, bare: bool) -> Reading[None]:
+    name, arguments, started = None, "{}", False
     while True:
         yield from source.skip_space()
         key = _decoded((yield from source.string()))
@@ -160,6 +137,21 @@ def _after_space(source: Source, literal: str) -> Reading[bool]:
     return False
 
 
+def _close(source: Source, literal: str) -> Reading[None]:
+    """Go past white space and `literal`, or what there is of it where the text ends, or nowhere."""
+    if not (yield from _after_space(source, literal)):
+        _drop_half(source, literal)
+
+
+def _drop_half(source: Source, *literals: str) -> bool:
+    """Go past the beginning of one of the marks at the end of the whole text; False if there is none."""
+    rest = "".join(source.rest.split())
+    found = source.ended and any("".join(literal.split()).startswith(rest) for literal in literals)
+    if found:
+        source.at = len(source.text)
+    return found
+
+
 # A name, then JSON.
 
 
@@ -175,15 +167,15 @@ def read_named(source: Source, calls: Calls, syntax: NamedCalls) -> Reading[None
         source.forget()
         if (yield from source.peek()) == "{":
             yield from source.value(syntax.close, calls.arguments)
-        else:
+        elif (yield from source.need()):
             calls.arguments("{}")
         if syntax.close:
-            yield from _after_space(source, syntax.close)
+            yield from _close(source, syntax.close)
         source.forget()
         if not (yield from _after_space(source, syntax.open)):
             break
     if syntax.unwrap:
-        yield from _after_space(source, syntax.unwrap)
+        yield from _close(source, syntax.unwrap)
     source.forget()
 
 
@@ -229,7 +221,7 @@ def read_tagged(source: Source, calls: Calls, syntax: TaggedCalls) -> Reading[No
         if not (yield from _after_space(source, syntax.open)):
             break
     if syntax.unwrap:
-        yield from _after_space(source, syntax.unwrap)
+        yield from _close(source, syntax.unwrap)
     source.forget()
 
 
@@ -244,7 +236,7 @@ def _read_tags(source: Source, calls: Calls, syntax: TaggedCalls, schema: Mappin
         if not (yield from _read_value(source, calls, syntax, _types(schema, key))):
             return
     yield from source.skip_space()
-    if (yield from source.accept(syntax.close)) or (yield from source.need()):
+    if (yield from source.accept(syntax.close)) or not _drop_half(source, syntax.close, syntax.key_open):
         calls.arguments("{}" if before == "{" else "}")
 
 
@@ -271,7 +263,8 @@ def _read_value(source: Source, calls: Calls, syntax: TaggedCalls, types: frozen
         return bool(found)
     pieces: list[str] = []
     found = yield from source.until(marks, pieces.append)
-    calls.arguments(_typed("".join(pieces), types))
+    value = "".join(pieces)
+    calls.arguments(_typed(value, types) if found else value.strip())
     return bool(found)
 
 
@@ -325,73 +318,3 @@ def _typed(text: str, types: frozenset[str]) -> str:
     if not isinstance(value, str) and (not types or _TYPE_NAMES[type(value)] & types):
         return bare
     return json.dumps(text, ensure_ascii=False)
-
-
-# Python.
-
-
-def read_python(source: Source, calls: Calls, syntax: PythonCalls, *, bare: bool) -> Reading[None]:
-    """Python calls with keyword arguments, known when the last one is whole."""
-    if not bare:
-        yield from source.expect(syntax.begin)
-    text = yield from _python_text(source, "" if bare else syntax.end)
-    found = _python_calls(text)
-    if bare and not all(name in calls.functions for name, _ in found):
-        raise Mismatch
-    for name, arguments in found:
-        calls.start(name)
-        calls.arguments(arguments)
-    source.forget()
-
-
-def _python_text(source: Source, end: str) -> Reading[str]:
-    """Up to `end` outside of strings, or up to the bracket that closes the first one."""
-    start, depth, quote = source.at, 0, ""
-    while char := (yield from source.peek()):
-        if quote:
-            if char == "\\":
-                source.at += yield from source.need(2)
-            elif char == quote:
-                quote = ""
-        elif end and char == end[0]:
-            before = source.at
-            if (yield from source.accept(end)):
-                return source.text[start:before]
-        elif char in "'\"":
-            quote = char
-        else:
-            depth += (char in "([{") - (char in ")]}")
-        source.at += 1
-        if not end and depth == 0 and not quote and char in ")]":
-            return source.text[start : source.at]
-    raise Mismatch
-
-
-def _python_calls(text: str) -> list[tuple[str, str]]:
-    body = text.strip()
-    try:
-        tree = ast.parse(body if body.startswith("[") else f"[{','.join(body.splitlines())}]", mode="eval").body
-        if not isinstance(tree, ast.List) or not tree.elts:
-            raise Mismatch
-        return [_python_call(node) for node in tree.elts]
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise Mismatch from None
-
-
-class _Constants(ast.NodeTransformer):
-    """JSON's names for true, false and null are taken too."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        known: dict[str, bool | None] = {"true": True, "false": False, "null": None}
-        return ast.Constant(known[node.id]) if node.id in known else node
-
-
-def _python_call(node: ast.expr) -> tuple[str, str]:
-    if not isinstance(node, ast.Call) or node.args:
-        raise Mismatch
-    arguments = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            raise Mismatch
-        arguments[keyword.arg] = ast.literal_eval(_Constants().visit(keyword.value))
-    return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False)

@@ -56,10 +56,11 @@ class FakeBackend:
         available: int = 1 << 40,
         poison: int | None = None,
         eos: tuple[int, ...] = (),
+        vocab_size: int = VOCAB,
     ) -> None:
         plan = plan_model(fake_config(max_context), preset)
         self.info = ModelInfo(
-            plan=plan, vocab_size=VOCAB, dtype="float32", device="fake", weight_bytes=1000, eos_token_ids=eos
+            plan=plan, vocab_size=vocab_size, dtype="float32", device="fake", weight_bytes=1000, eos_token_ids=eos
         )
         g = plan.tile_tokens
         self.pool_size = PoolSize(block_bytes=g if preset else 0, slot_bytes=4 * g)
@@ -102,7 +103,7 @@ class FakeBackend:
             assert not seal_into, "more blocks than tiles that this span completes"
             history = self._history(span.slots, blocks, span.stop)
             if span.sampling is not None:
-                token = allowed_token(history, span.sampling.allowed)
+                token = self.choose(history, span.sampling.allowed)
                 outputs.append(SpanOutput(token=token, logprob=-1.0))
             elif span.want == "none":
                 outputs.append(SpanOutput())
@@ -112,6 +113,10 @@ class FakeBackend:
                 rows = [np.eye(VOCAB, dtype=np.float32)[next_token(history[:end])] for end in ends]
                 outputs.append(SpanOutput(logits=np.stack(rows)))
         return StepResult(outputs=tuple(outputs), failures=tuple(failures))
+
+    def choose(self, history: Sequence[int], allowed: bytes | None) -> int:
+        """The token that follows a sequence."""
+        return allowed_token(history, allowed)
 
     def _history(self, slots: Sequence[int], blocks: Sequence[int], stop: int) -> list[int]:
         g = self.info.plan.tile_tokens

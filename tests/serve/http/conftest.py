@@ -13,6 +13,7 @@ import httpx
 import pytest
 import uvicorn
 from fake_backend import VOCAB, FakeBackend, next_token
+from scripted import Script, Scripted
 
 from kvarn.engine import Engine, EngineConfig
 from kvarn.errors import UsageError
@@ -20,6 +21,7 @@ from kvarn.format import Preset
 from kvarn.serve.http.app import create_app
 from kvarn.serve.http.security import Security
 from kvarn.serve.http.service import Limits, Service
+from kvarn.serve.tokenizer import Tokenizer
 from kvarn.serve.toolcalls.learn import ChatFormat
 from kvarn.step import StepPlan, StepResult
 
@@ -112,6 +114,10 @@ class GatedBackend(FakeBackend):
         return dataclasses.replace(result, outputs=tuple(outputs))
 
 
+class ScriptedBackend(Scripted, GatedBackend):
+    """Says what a script has for it, and can be stopped."""
+
+
 @dataclasses.dataclass
 class Running:
     """A server that runs. `http` has no key and no other header of its own."""
@@ -156,9 +162,15 @@ def running(
     ready: bool = True,
     poison: int | None = None,
     eos: tuple[int, ...] = (),
+    script: tuple[Tokenizer, Script] | None = None,
 ) -> Iterator[Running]:
     preset = Preset(tile_tokens=64)
-    backend = GatedBackend(preset, poison=poison, eos=eos)
+    tokenizer: Any = FakeTokenizer()
+    if script is None:
+        backend = GatedBackend(preset, poison=poison, eos=eos)
+    else:
+        tokenizer = script[0]
+        backend = ScriptedBackend(preset, tokenizer, script[1])
     engine = Engine(
         backend, EngineConfig(context=context, prefill_chunk=128, max_sequences=places, blocks=40, slots=20)
     )
@@ -170,7 +182,7 @@ def running(
     async def main() -> None:
         service = Service(limits)
         if ready:
-            service.open(engine, FakeTokenizer(), (MODEL, "other-name"))  # type: ignore[arg-type]
+            service.open(engine, tokenizer, (MODEL, "other-name"))
         config = uvicorn.Config(
             create_app(service, security or Security()),
             lifespan="off",
