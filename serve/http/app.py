@@ -15,8 +15,12 @@ from kvarn.serve.http import errors, page
 from kvarn.serve.http.chat import chat
 from kvarn.serve.http.completions import completions
 from kvarn.serve.http.conversation import Conversation, encode_conversation
+from kvarn.serve.http.messages import count_tokens, messages
+from kvarn.serve.http.messages_schema import CountBody, MessagesBody
 from kvarn.serve.http.metrics import CONTENT_TYPE
 from kvarn.serve.http.params import check_model, encode
+from kvarn.serve.http.responses import responses
+from kvarn.serve.http.responses_schema import ResponsesBody
 from kvarn.serve.http.schema import ChatBody, CompletionBody, TokenizeBody
 from kvarn.serve.http.security import Security, check_body, check_key, check_site, guard
 from kvarn.serve.http.service import Served, Service
@@ -51,6 +55,18 @@ def _routes(service: Service) -> FastAPI:
     @app.post("/v1/completions")
     async def post_completions(body: CompletionBody, request: Request) -> Response:
         return await completions(service, request, body)
+
+    @app.post("/v1/responses")
+    async def post_responses(body: ResponsesBody, request: Request) -> Response:
+        return await responses(service, request, body)
+
+    @app.post("/v1/messages")
+    async def post_messages(body: MessagesBody, request: Request) -> Response:
+        return await messages(service, request, body)
+
+    @app.post("/v1/messages/count_tokens")
+    async def post_count_tokens(body: CountBody) -> Response:
+        return await count_tokens(service, body)
 
     @app.get("/v1/models")
     async def get_models() -> dict[str, Any]:
@@ -174,12 +190,15 @@ def _counted(app: ASGIApp, service: Service) -> ASGIApp:
         except Exception:
             _log.exception("a request failed")
             if not started:
-                await errors.error_response(errors.fault())(scope, receive, count)
+                await errors.error_response(errors.fault(), scope["path"])(scope, receive, count)
 
     return counted
 
 
-_PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/health", "/metrics", "/v1/cache"}
+_PATHS = {
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/models", "/tokenize", "/health", "/metrics", "/v1/cache"),
+}
 
 
 def endpoint(path: str) -> str:

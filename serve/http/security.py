@@ -37,7 +37,7 @@ def guard(app: ASGIApp, check: Check) -> ASGIApp:
             try:
                 receive = await check(scope, receive)
             except ApiError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await app(scope, receive, send)
 
@@ -99,7 +99,7 @@ def tenant_of(key: str) -> str:
 
 
 def check_key(security: Security) -> Check:
-    """`Authorization: Bearer KEY` (401). Sets the request's tenant: with keys, one per key."""
+    """`Authorization: Bearer KEY` or `x-api-key: KEY` (401). Sets the request's tenant: with keys, one per key."""
     tenants = [tenant_of(key) for key in security.keys]
 
     async def check(scope: Scope, receive: Receive) -> Receive:
@@ -108,13 +108,15 @@ def check_key(security: Security) -> Check:
         if not tenants or scope["path"] in OPEN_PATHS:
             return receive
         kind, _, key = (header(scope, b"authorization") or "").partition(" ")
+        if not key:  # as Anthropic's clients send it
+            kind, key = "bearer", header(scope, b"x-api-key") or ""
         given = hashlib.sha256(key.strip().encode("latin-1")).hexdigest()
         # Digests of equal length, each one compared: the time says nothing about a key.
         found = [hmac.compare_digest(given, tenant) for tenant in tenants]
         if kind.lower() != "bearer" or not any(found):
             raise ApiError(
                 401,
-                "the API key is missing or wrong; send Authorization: Bearer KEY",
+                "the API key is missing or wrong; send Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
