@@ -22,6 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from pkgutil import iter_modules
 from time import perf_counter
+from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # an interpreted kernel has nothing to compile
 
@@ -87,21 +88,26 @@ def run_tool(name: str, *arguments: str) -> str:
     return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def compile_case(case: CompileCase, architecture: int) -> Report:
-    """Compile one case for one target and read cuobjdump's report of it."""
+def assemble(case: CompileCase, architecture: int) -> tuple[Any, str, str]:
+    """Compile one case for one target: what Triton made of it, its machine code, the resources that it takes."""
     names = case.kernel.arg_names
     signature = {name: "constexpr" if name in case.constexprs else case.signature[name] for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in case.aligned}
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
-    begun = perf_counter()
     source = ASTSource(case.kernel, signature, dict(case.constexprs), attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    seconds = perf_counter() - begun
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         usage = run_tool("cuobjdump", "--dump-resource-usage", cubin.name)
-        code = run_tool("nvdisasm", "-c", cubin.name)
+        return compiled, run_tool("nvdisasm", "-c", cubin.name), usage
+
+
+def compile_case(case: CompileCase, architecture: int) -> Report:
+    """Compile one case for one target and read the reports of it."""
+    begun = perf_counter()
+    compiled, code, usage = assemble(case, architecture)
+    seconds = perf_counter() - begun
     found = re.search(r"REG:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump said nothing of registers:\n{usage}")

@@ -411,7 +411,7 @@ def _attend_launch(fmt: TileFormat, ratio: int, dtype: torch.dtype) -> dict[str,
     """
     detour = not {fmt.key_bits, fmt.value_bits} <= {2, 4, 8} or fmt.key_bits * fmt.tile_tokens < 256
     crowded = (fmt.head_dim + 64) * max(8, ratio) > (128 + 64) * 8
-    crowded |= fmt.head_dim == 128 and (fmt.key_bits != 4 or fmt.value_bits == 8)
+    crowded |= fmt.head_dim == 128 and (fmt.key_bits != 4 or fmt.value_bits == 8 or fmt.tile_tokens == 64)
     warps = 8 if fmt.head_dim == 512 else 4 if detour or crowded or dtype == torch.float32 else 1
     return {"num_warps": warps, "maxnreg": 255, "enable_fp_fusion": True}
 

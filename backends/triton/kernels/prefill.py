@@ -359,7 +359,7 @@ def prefill(
             scratch.parts, query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0),
             values.stride(1), *pool.stride()[:3], tiles.stride(0), output.stride(0), width, scale * LOG2_E, d**-0.5,
             **_constexprs(fmt, hk, work.ratio, launch.rows, query.dtype, query.is_cuda, work.int8),
-            num_warps=_warps(fmt), num_stages=_stages(query.dtype), **OPTIONS, **MOST_REGISTERS,
+            num_warps=_warps(fmt), num_stages=_stages(fmt, query.dtype), **OPTIONS, **MOST_REGISTERS,
         )  # fmt: skip
     if work.num_parts:
         _combine[(h, len(work.merges))](
@@ -404,9 +404,11 @@ def _warps(fmt: TileFormat) -> int:
     return 4 if fmt.head_dim == 64 else 8
 
 
-def _stages(dtype: torch.dtype) -> int:
-    """Loads are fetched ahead, but for float32, whose exact tokens leave no registers for it."""
-    return 1 if dtype == torch.float32 else 2
+def _stages(fmt: TileFormat, dtype: torch.dtype) -> int:
+    """Loads are fetched ahead, but where no registers are left for it: exact tokens in float32, codes that straddle
+    words, and tiles that are read in one go."""
+    straddle = not {fmt.key_bits, fmt.value_bits} <= {2, 4, 8}
+    return 1 if dtype == torch.float32 or straddle or fmt.tile_tokens == TOKENS[fmt.head_dim] else 2
 
 
 def _constexprs(
@@ -484,7 +486,7 @@ def _attend_case(
         signature=model | pointers | dict.fromkeys((*strides, "width"), "i32") | {"factor": "fp32", "root": "fp32"},
         constexprs=_constexprs(fmt, 8, 4, rows, dtype, True, int8),
         num_warps=_warps(fmt),
-        num_stages=_stages(dtype),
+        num_stages=_stages(fmt, dtype),
         options=OPTIONS | MOST_REGISTERS,
         aligned=(*model, *pointers, *strides),
         architectures=architectures,

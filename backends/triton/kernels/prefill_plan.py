@@ -157,4 +157,6 @@ def most_rows(fmt: TileFormat, dtype: torch.dtype, shared_operands: bool, int8: 
         rows = MOST_ROWS if widths <= {2, 4, 8} and not wide and not int8 else rows
     elif (fmt.head_dim == 128 and not widths <= {2, 4}) or (fmt.head_dim == 256 and wide):
         rows //= 2
+    elif fmt.head_dim == 256 and not shared_operands and not widths <= {2, 4, 8}:
+        rows //= 2
     return rows

@@ -11,7 +11,8 @@ channels in its lanes, and a thread the same channels of several tokens.
 A program works through its tile in slices that fit in the registers, each of every SLICES-th token: the tree over a
 slice's tokens is a subtree of the tree over all of them, and the levels that are left go over one vector per slice.
 What a program keeps from one slice to the next lies in scratch memory of its own, which stays in the caches: the
-candidate at hand over its g `[G, D]`, the tokens' divisors `[G]`, and sums `[SLICES, D]`, twice, or `[G]`.
+candidate at hand over its g `[G, D]`, for keys later its codes, the tokens' divisors `[G]`, and sums `[SLICES, D]`,
+twice, or `[G]`.
 """
 
 # mypy: disable-error-code=import-untyped, allow-untyped-defs, allow-incomplete-defs
@@ -282,15 +283,6 @@ def _store_octets(codes_ptr, octets, BITS: tl.constexpr):
 
 
 @triton.jit
-def _key_codes(x_ptr, token_stride, tokens_ptr, rotated, g, token, channel, lo, s, BITS: tl.constexpr, H: tl.constexpr):
-    """Some tokens of a candidate for the keys, their divisors, and their codes: float32 `[R, H, 32]`, `[R]`, as x."""
-    x = _candidate(x_ptr, token_stride, token, rotated, H)
-    divisor = tl.load(tokens_ptr + token)
-    b = _divide(tl.div_rn(x, g), divisor, channel, True)
-    return x, divisor, _code(b, lo[None, :, :], s[None, :, :], BITS)
-
-
-@triton.jit
 def _seal_keys(
     x_ptr, token_stride, tile_ptr, scratch_ptr,
     BITS: tl.constexpr, SLICES: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
@@ -339,14 +331,19 @@ def _seal_keys(
         scale = _half(channel * (s * gain))
         zero = _half(channel * (lo * gain))
         finite_constants = tl.minimum(_finite(scale), _finite(zero))
-        # Codes are packed along the tokens: from here on a slice is a run of tokens.
+        # Codes are packed along the tokens: from here on a slice is a run of tokens, and other threads hold them.
+        tl.debug_barrier()
         for i in tl.range(SLICES, disable_licm=True):
             token = tl.arange(0, R) + i * R
-            x, divisor, code = _key_codes(x_ptr, token_stride, tokens_ptr, rotated, g, token, channel, lo, s, BITS, H)
+            t_ptr = scratch_ptr + _at(token, D, H)
+            divisor = tl.load(tokens_ptr + token)
+            b = _divide(tl.load(t_ptr), divisor, channel, True)
+            code = _code(b, lo[None, :, :], s[None, :, :], BITS)
+            tl.store(t_ptr, code)  # the candidate over its g is done with
             other = _half(divisor * g)
             finite_constants = tl.minimum(finite_constants, _finite(other))
             back = code * scale.to(tl.float32)[None, :, :] + zero.to(tl.float32)[None, :, :]
-            e = back * other.to(tl.float32)[:, None, None] - x
+            e = back * other.to(tl.float32)[:, None, None] - _candidate(x_ptr, token_stride, token, rotated, H)
             tl.store(sums_ptr + token, _tree_channels(e * e))
         error = tl.sum(_sum(sums_ptr, G, 1), axis=0)  # a sum of one
 
@@ -360,14 +357,13 @@ def _seal_keys(
             at = channels[None, :, :] * (G * BITS // 8) + tl.arange(0, R // 8)[:, None, None] * BITS
             for i in tl.range(SLICES, disable_licm=True):
                 token = tl.arange(0, R) + i * R
-                _, divisor, code = _key_codes(
-                    x_ptr, token_stride, tokens_ptr, rotated, g, token, channel, lo, s, BITS, H
-                )
+                code = tl.load(scratch_ptr + _at(token, D, H))
                 octets = tl.reshape(_pack(code, 1, R, D, BITS), [R // 8, H, 32])
                 _store_octets(tile_ptr + K_CODES + at + i * (R * BITS // 8), octets, BITS)
-                tl.store(half_ptr + K_TOKEN // 2 + token, _half(divisor * g))
+                tl.store(half_ptr + K_TOKEN // 2 + token, _half(tl.load(tokens_ptr + token) * g))
             tl.store(half_ptr + K_SCALE // 2 + channels, scale)
             tl.store(half_ptr + K_ZERO // 2 + channels, zero)
+        tl.debug_barrier()
     return usable, keep_rotated
 
 
