@@ -1,10 +1,12 @@
 """JSON schemas of requests: every keyword is enforced, says nothing about the value, or is refused by name."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvarn.errors import UsageError
+from kvarn.serve.schema_formats import FORMATS, narrower
 
 MAX_SCHEMA_BYTES = 1 << 20
 MAX_SUBSCHEMAS = 5000
@@ -75,7 +77,8 @@ class _Cleaner:
             if name in _ANNOTATIONS or name.startswith("x-"):
                 continue
             if name in _MAPS:
-                cleaned[name] = {key: self.clean(x, f"{at}/{key}") for key, x in _mapping(value, at).items()}
+                key = _exact if name == "patternProperties" else str
+                cleaned[name] = {key(k): self.clean(x, f"{at}/{k}") for k, x in _mapping(value, at).items()}
             elif name in _LISTS and isinstance(value, list):
                 cleaned[name] = [self.clean(x, f"{at}/{i}") for i, x in enumerate(value)]
             elif name in _ONE:
@@ -85,7 +88,8 @@ class _Cleaner:
             else:
                 hint = _HINTS.get(name, "leave it out, or say it otherwise")
                 raise UsageError(f"the JSON schema's keyword {name[:64]!r} at {at[:200]} is not supported; {hint}")
-        return cleaned
+        _check_count(cleaned, path)
+        return _narrowed(cleaned)
 
 
 def _mapping(value: Any, at: str) -> Mapping[str, Any]:
@@ -98,11 +102,61 @@ def _value(name: str, value: Any, at: str) -> Any:
     """A keyword's value as it is; UsageError for one that would take too much, or be fetched."""
     if name == "$ref" and isinstance(value, str) and "//" in value.partition("#")[0]:
         raise UsageError(f"the JSON schema's $ref {value[:200]!r} at {at} is not fetched; put what it means in $defs")
+    if name == "pattern" and isinstance(value, str):
+        return _exact(value)
+    if name == "format" and value not in FORMATS:
+        raise UsageError(
+            f"the JSON schema's format {str(value)[:64]!r} at {at[:200]} is not supported, only "
+            f"{', '.join(FORMATS)}; leave it out, or write a pattern"
+        )
     if name == "multipleOf" and isinstance(value, int | float) and _digits(value) > MAX_MULTIPLE:
         raise UsageError(
             f"the JSON schema's multipleOf {value} at {at} has too many digits: at most {MAX_MULTIPLE}, at any scale"
         )
     return value
+
+
+def _exact(pattern: str) -> str:
+    """A regular expression whose negated classes leave out U+0001 too.
+
+    llguidance takes a class with every control character in it for one that has the quote and the backslash as well.
+    """
+    return re.sub(
+        r"\\.|\[\^(-?)",
+        lambda m: m[0] if m[1] is None else r"[^\x01" + m[1].replace("-", r"\-"),
+        pattern,
+        flags=re.DOTALL,
+    )
+
+
+def _check_count(schema: Mapping[str, Any], path: str) -> None:
+    """UsageError for a number of properties that an answer may reach by saying one name twice: nothing forbids that."""
+    least, required = schema.get("minProperties"), schema.get("required", [])
+    if isinstance(least, int) and isinstance(required, list) and least > len(required) + 1:
+        raise UsageError(
+            f"the JSON schema's minProperties {least} at {path[:200]} is not supported: it is more than one beyond the "
+            f"{len(required)} properties in required; name more of them there"
+        )
+
+
+def _narrowed(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema of one level in words that llguidance holds to exactly."""
+    if isinstance(name := schema.get("format"), str) and (parts := narrower(name)):
+        schema = {key: value for key, value in schema.items() if key != "format"}
+        others = schema.get("allOf", [])
+        schema["allOf"] = [*(others if isinstance(others, list) else [others]), *parts]
+    if schema.get("type") != "integer":
+        # An exclusive bound that is whole, with the other bound less than 1 away, lets the bound itself through there.
+        for name, sign in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
+            bound = schema.get(name)
+            if isinstance(bound, int | float) and not isinstance(bound, bool) and 0 <= bound * sign < 1e15:
+                schema[name] = _beyond(bound * sign) * sign if bound == int(bound) else bound
+    return schema
+
+
+def _beyond(bound: float) -> float:
+    """A number just beyond a bound; the very next one is too near, as llguidance reads a float's last digit roughly."""
+    return max(bound * (1 + 1e-14), 1e-14)
 
 
 def _digits(value: int | float) -> int:
