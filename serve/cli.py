@@ -127,6 +127,7 @@ def _model(model: str, options: dict[str, Any]) -> ModelOptions:
 @click.option("-s", "--system", help="The system prompt.")
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the model's chat template.")
 @click.option("-n", "--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("--json-schema", type=click.Path(path_type=Path), help="A file: the answer is JSON that it accepts.")
 @_sampling_options
 @click.option("--session", metavar="NAME", help="Go on with this conversation, and keep it under this name.")
 @_cache_options
@@ -139,6 +140,7 @@ def run(
     system: str | None,
     raw: bool,
     max_tokens: int,
+    json_schema: Path | None,
     session: str | None,
     as_json: bool,
     **options: Any,
@@ -160,6 +162,7 @@ def run(
         sampling=sampling,
         as_json=as_json,
         session=session,
+        json_schema=json_schema,
     )
     cache = _cache(options)
     run_model(_model(model, options), cache, asked)

@@ -5,10 +5,12 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import click
 
+from kvarn.constraint import ConstraintMaker
 from kvarn.engine import Engine
 from kvarn.errors import UsageError
 from kvarn.identity import tokenizer_identity
@@ -18,7 +20,9 @@ from kvarn.serve.caching import CacheOptions, open_tier
 from kvarn.serve.literal import literal
 from kvarn.serve.loading import Loaded, ModelOptions, load, progress_bar, say, size, start_engine
 from kvarn.serve.models import resolve
+from kvarn.serve.schemas import check_schema
 from kvarn.serve.sessions import Session, load_session, save_session
+from kvarn.serve.structured import Structured
 from kvarn.serve.tokenizer import stop_token_ids
 
 
@@ -33,6 +37,7 @@ class RunOptions:
     sampling: SamplingParams
     as_json: bool
     session: str | None = None
+    json_schema: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +56,18 @@ class Answer:
 
 def run(model: ModelOptions, cache: CacheOptions, options: RunOptions) -> None:
     """Load, answer, report."""
+    schema = read_schema(options.json_schema) if options.json_schema else None
     tokenizer = tokenizer_identity(resolve(model.model, progress=progress_bar())) if options.session else ""
     session = load_session(options.session, tokenizer) if options.session else None
     if session is not None and not session.tokens:  # kvarn chat leaves one behind after /clear
         session = None
     loaded = load(model, identify=not cache.no_cache)
     prompt = encode_prompt(loaded, options, session)
+    structured = Structured(loaded.tokenizer, loaded.backend.info.vocab_size)
+    constraint = None if schema is None else structured.json_schema(schema)
     engine, _ = start_engine(loaded, model, open_tier(loaded, model, cache))
     try:
-        answer = generate(loaded, engine, prompt, options)
+        answer = generate(loaded, engine, prompt, options, constraint)
     finally:
         engine.close()
     if options.session is not None:
@@ -99,7 +107,21 @@ def encode_prompt(loaded: Loaded, options: RunOptions, session: Session | None =
     return loaded.tokenizer.encode_chat(messages)
 
 
-def generate(loaded: Loaded, engine: Engine, prompt: list[int], options: RunOptions) -> Answer:
+def read_schema(path: Path) -> Any:
+    """A file's JSON schema; UsageError for a file that is none, or a schema that is not supported."""
+    try:
+        schema = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"the JSON schema in {path} cannot be read: {error}") from error
+    if not isinstance(schema, Mapping | bool):
+        raise UsageError(f"the JSON schema in {path} must be an object, and begins as {json.dumps(schema)[:64]}")
+    check_schema(schema)
+    return schema
+
+
+def generate(
+    loaded: Loaded, engine: Engine, prompt: list[int], options: RunOptions, constraint: ConstraintMaker | None = None
+) -> Answer:
     """Run one request; its text streams to standard output unless JSON was asked for."""
     params = RequestParams(
         prompt=tuple(prompt),
@@ -107,6 +129,7 @@ def generate(loaded: Loaded, engine: Engine, prompt: list[int], options: RunOpti
         sampling=options.sampling,
         stop_token_ids=stop_token_ids(loaded.backend.info, loaded.tokenizer),
         text=loaded.tokenizer.stream,
+        constraint=constraint,
     )
     text = ""
     tokens: list[int] = []

@@ -51,9 +51,12 @@ def check_schema(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
         raise UsageError(f"the JSON schema is not JSON: {error}") from error
     if size > MAX_SCHEMA_BYTES:
         raise UsageError(f"the JSON schema has {size} bytes, and at most {MAX_SCHEMA_BYTES} are taken; make it smaller")
-    cleaned = _Cleaner().clean(schema, "#")
-    assert isinstance(cleaned, dict)
-    _check_finite(cleaned)
+    try:
+        cleaned = _Cleaner().clean(schema, "#")
+        assert isinstance(cleaned, dict)
+        _check_finite(cleaned)
+    except RecursionError as error:
+        raise UsageError("the JSON schema is nested too deeply; put parts of it in $defs") from error
     return cleaned
 
 

@@ -76,6 +76,35 @@ def test_the_prompt_comes_from_the_argument_the_option_a_file_or_standard_input(
     assert len(set(same)) == 1
 
 
+def test_a_schema_in_a_file_binds_the_answer(demo_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cat.json"
+    file.write_text('{"type": "object", "properties": {"age": {"type": "integer", "maximum": 30}}, "required": ["age"],'
+                    ' "additionalProperties": false}')  # fmt: skip
+    got = json.loads(answer(demo_dir, "Describe a cat as JSON.", "-n", 40, "--json-schema", file).stdout)
+    assert list(got) == ["age"]
+    assert got["age"] <= 30
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read"),
+        ("{", "cannot be read"),
+        ("[1]", "must be an object"),
+        ('{"uniqueItems": true}', "uniqueItems"),
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, content: str | None, words: str
+) -> None:
+    file = tmp_path / "schema.json"
+    if content is not None:
+        file.write_text(content)
+    result = kvarn("run", tmp_path / "no-model", "hi", "--json-schema", file)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
 def test_a_seed_repeats_a_random_answer_and_another_seed_does_not(demo_dir: Path) -> None:
     hot = ["Tell me a story", "--temp", 1.5, "-n", 12]
     first = answer(demo_dir, *hot, "--seed", 1).stdout

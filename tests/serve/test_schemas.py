@@ -1,6 +1,8 @@
 """What is taken of a JSON schema, and what is refused by name."""
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,13 +10,20 @@ import pytest
 from kvarn.errors import UsageError
 from kvarn.serve.schema_formats import FORMATS
 from kvarn.serve.schemas import MAX_SUBSCHEMAS, check_schema
+from kvarn.serve.structured import Structured
+from kvarn.serve.tokenizer import Tokenizer
 
 
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "null"}
+def nested(depth: int, wrap: Callable[[Any], Any] = lambda x: {"type": "array", "items": x}) -> Any:
+    schema: Any = {"type": "null"}
     for _ in range(depth):
-        schema = {"type": "array", "items": schema}
+        schema = wrap(schema)
     return schema
+
+
+@pytest.fixture(scope="module")
+def structured(demo_dir: Path) -> Structured:
+    return Structured(Tokenizer(demo_dir), 49_152)
 
 
 def test_what_says_nothing_about_values_is_left_out_anywhere() -> None:
@@ -65,10 +74,12 @@ def test_what_is_wrong_is_said(schema: Any, words: str) -> None:
         check_schema(schema)
 
 
-def test_a_schema_that_is_deeper_than_python_goes_is_refused() -> None:
-    with pytest.raises(UsageError, match="not JSON"):
-        check_schema(nested(100_000))
-    assert check_schema(nested(100))["type"] == "array"
+@pytest.mark.parametrize("depth", [300, 600, 900, 1200, 3000, 100_000])
+def test_a_schema_that_is_nested_too_deeply_is_refused(structured: Structured, depth: int) -> None:
+    structured.json_schema(nested(100))
+    for wrap in (lambda x: {"items": x}, lambda x: {"properties": {"a": x}}, lambda x: {"anyOf": [x, {}]}):
+        with pytest.raises(UsageError, match=r"too deeply|not JSON"):
+            structured.json_schema(nested(depth, wrap))
 
 
 ITSELF: Any = {"$ref": "#"}

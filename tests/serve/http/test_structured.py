@@ -2,9 +2,12 @@
 
 import json
 import re
-from typing import Any
+from typing import Any, Literal
 
+import httpx
+import openai
 import pytest
+from pydantic import BaseModel, Field
 
 PERSON = {
     "type": "object",
@@ -134,3 +137,41 @@ def test_a_bias_that_leaves_nothing_is_an_error_by_name_and_ends_no_other_answer
     only = server.complete(regex="A+B", max_tokens=50, logit_bias={str(a + 1): -100}).json()["choices"][0]
     assert set(only["text"]) <= {"A", "B"}
     until(server.idle)
+
+
+class Pet(BaseModel):
+    """A pet."""
+
+    name: str = Field(description="what it is called", pattern="^[A-Z][a-z]{1,4}$")
+    kind: Literal["cat", "dog"]
+
+
+class Household(BaseModel):
+    pets: list[Pet] = Field(max_length=2)
+    size: int | None
+
+
+def test_the_official_client_asks_for_a_model_class_and_gets_its_object(server: Any) -> None:
+    with (
+        httpx.Client(trust_env=False, timeout=20) as http,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, http_client=http) as client,
+    ):
+        fields: Any = {"model": "org/fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 400}
+        parsed = client.chat.completions.parse(response_format=Household, **fields).choices[0].message.parsed
+        assert isinstance(parsed, Household)
+        with client.chat.completions.stream(response_format=Household, **fields) as stream:
+            final = stream.get_final_completion().choices[0]
+        assert final.finish_reason == "stop"
+        assert isinstance(final.message.parsed, Household)
+        plain = client.chat.completions.create(response_format={"type": "text"}, **fields | {"max_tokens": 5})
+        assert plain.choices[0].finish_reason == "length"
+        schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}
+        with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
+            client.chat.completions.create(response_format=schema, **fields)
+        assert refused.value.param == "response_format"
+        regex = client.completions.create(
+            model="org/fake", prompt="hi", max_tokens=50, extra_body={"regex": "(yes|no), [a-z]{3}"}
+        )
+        assert re.fullmatch("(yes|no), [a-z]{3}", regex.choices[0].text)
+        with pytest.raises(openai.LengthFinishReasonError):
+            client.chat.completions.parse(response_format=Household, **fields | {"max_tokens": 4})
