@@ -266,6 +266,11 @@ class Tokenizer:
         """The special tokens whose names stand in a text."""
         return frozenset(token for token, (name, special) in self._added.items() if special and name in text)
 
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The special tokens by name."""
+        return {name: token for token, (name, special) in self._added.items() if special}
+
     @property
     def template(self) -> str:
         """The chat template's program; empty where there is none."""

@@ -11,16 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvarn.request import RequestParams
+from kvarn.serve.http.binding import binding
 from kvarn.serve.http.errors import ApiError
-from kvarn.serve.http.params import constraint_of, encode, request_params
+from kvarn.serve.http.params import encode, request_params
 from kvarn.serve.http.parts import AnswerParser, PlainParser
 from kvarn.serve.http.schema import Generation
 from kvarn.serve.http.service import Served, Service
 from kvarn.serve.toolcalls.answers import AnswerReader
+from kvarn.serve.toolcalls.grammar import Signature
 from kvarn.serve.toolcalls.harmony import HarmonyReader
 from kvarn.serve.toolcalls.learn import ChatFormat
 from kvarn.serve.toolcalls.messages import for_template
-from kvarn.serve.toolcalls.thinking import begins_in_thought, check_variables, effort_variables
+from kvarn.serve.toolcalls.thinking import check_variables, effort_variables, thought_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,24 @@ async def prepare(
     prompt = await encode_conversation(served, conversation, param)
     reads_calls = bool(conversation.tools) and conversation.tool_choice != "none"
     marks = form.call_marks * reads_calls + form.thought_marks
+    last = conversation.messages[-1]
+    continued = last["content"] if last["role"] == "assistant" else None
+    state = thought_state(form, served.tokenizer.spell(prompt[-_TAIL:]), continued)
+    choice = conversation.tool_choice
+    constraint = await binding(
+        served,
+        form,
+        body,
+        [
+            Signature(name=tool.name, parameters=tool.parameters or {}, strict=tool.strict)
+            for tool in conversation.tools
+            if not isinstance(choice, Named) or tool.name == choice.name
+        ],
+        must_call=choice == "required" or isinstance(choice, Named),
+        may_call=reads_calls,
+        several=conversation.parallel and not isinstance(choice, Named),
+        state=state,
+    )
     params = request_params(
         service,
         body,
@@ -116,13 +136,11 @@ async def prepare(
         logprobs=logprobs,
         tenant=tenant,
         param=param,
-        constraint=await constraint_of(served, body),
+        constraint=constraint,
         shown=served.tokenizer.special_in("\0".join(marks)),
     )
-    last = conversation.messages[-1]
-    continued = last["content"] if last["role"] == "assistant" else None
-    opened = begins_in_thought(form, served.tokenizer.spell(prompt[-_TAIL:]), continued)
-    return Prepared(params=params, parser=_parser(form, conversation, opened, reads_calls), thinks=form.thinks)
+    parser = _parser(form, conversation, state == "within", reads_calls)
+    return Prepared(params=params, parser=parser, thinks=form.thinks)
 
 
 _TAIL = 32  # tokens at the end of a prompt, among which the beginning of a thought would be
@@ -168,13 +186,6 @@ async def _check(served: Served, conversation: Conversation, param: str) -> Chat
     if choice == "required" and not names:
         raise ApiError(
             400, "tool_choice is required, but there are no tools", code="invalid_value", param="tool_choice"
-        )
-    if choice == "required" or isinstance(choice, Named) or any(tool.strict for tool in conversation.tools):
-        raise ApiError(
-            400,
-            "calls cannot be enforced yet: leave out tool_choice (but auto and none) and strict",
-            code="unsupported_parameter",
-            param="tool_choice",
         )
     if isinstance(choice, Named) and choice.name not in names:
         raise ApiError(

@@ -10,7 +10,7 @@ from kvarn.errors import UsageError
 from kvarn.serve.toolcalls import harmony
 from kvarn.serve.toolcalls.syntax import CallSyntax, JsonCalls, NamedCalls, PythonCalls, TaggedCalls, ThoughtMarks
 
-FALLBACK = JsonCalls(begin="<tool_call>", end="</tool_call>", lead="\n")
+FALLBACK = JsonCalls(begin="<tool_call>\n", end="\n</tool_call>", lead="\n")
 """How a model is asked to write calls whose template knows no tools."""
 
 _THOUGHTS = (
@@ -224,12 +224,15 @@ def _json(region: str, lead: str, source: str) -> CallSyntax | None:
             continue
         if isinstance(value[arguments], str) and '\\"' in region:
             return None  # given as text, and written as JSON once more; another way is right
-        begin = region[:start].strip().removesuffix("[").strip()
-        close = region[end:].strip().removeprefix("]").strip()
-        bare = not begin
-        if bare and "<|python_tag|>" in source:
-            begin = "<|python_tag|>"
-        return JsonCalls(begin=begin, end=close, lead=lead, bare=bare, name=name, arguments=arguments)
+        listed = region[:start].rstrip().endswith("[")
+        begin = region[:start].rstrip().removesuffix("[") if listed else region[:start]
+        close = region[end:].rstrip().removeprefix("]")
+        bare = not begin.strip()
+        if bare:
+            begin = "<|python_tag|>" if "<|python_tag|>" in source else ""
+        return JsonCalls(
+            begin=begin.lstrip(), end=close, lead=lead, bare=bare, listed=listed, name=name, arguments=arguments
+        )
     return None
 
 

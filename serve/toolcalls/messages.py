@@ -14,9 +14,7 @@ You can call functions. They are listed here, one JSON object a line:
 {tools}
 </tools>
 To call a function, write its name and its arguments as a JSON object between these marks:
-{begin}
-{{"name": "NAME", "arguments": {{"ARGUMENT": VALUE}}}}
-{end}
+{begin}{{"name": "NAME", "arguments": {{"ARGUMENT": VALUE}}}}{end}
 {several}Then stop: the results follow in the next message, between <tool_response> and </tool_response>."""
 _SEVERAL = "Several calls may follow each other, each between marks of its own. "
 _ONE = "Make one call at a time. "
@@ -97,7 +95,7 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     for call in calls:
         name = json.dumps(call["function"]["name"], ensure_ascii=False)
         arguments = call["function"]["arguments"].strip() or "{}"
-        texts.append(f'{FALLBACK.begin}\n{{"name": {name}, "arguments": {arguments}}}\n{FALLBACK.end}')
+        texts.append(f'{FALLBACK.begin}{{"name": {name}, "arguments": {arguments}}}{FALLBACK.end}')
     return message | {"content": FALLBACK.lead.join(texts)}
 
 

@@ -76,7 +76,7 @@ def _read_fields(source: Source, calls: Calls, syntax: JsonCalls, bare: bool) ->
                 _start(calls, name, bare)
                 started = True
                 source.forget()
-                yield from _read_arguments(source, calls, syntax.end)
+                yield from _read_arguments(source, calls, syntax.end.strip())
             else:
                 yield from source.skim()
         else:
@@ -157,8 +157,8 @@ def _drop_half(source: Source, *literals: str) -> bool:
 
 def read_named(source: Source, calls: Calls, syntax: NamedCalls) -> Reading[None]:
     """Calls in a row."""
-    if syntax.wrap:
-        yield from source.accept(syntax.wrap)
+    if syntax.wrap and (yield from source.accept(syntax.wrap)):
+        yield from source.skip_space()
     yield from source.expect(syntax.open)
     while True:
         name = yield from _read_name(source, (syntax.separator, syntax.id_end), "{")
@@ -209,8 +209,8 @@ def _read_name(source: Source, ends: tuple[str, ...], stop: str) -> Reading[str]
 
 def read_tagged(source: Source, calls: Calls, syntax: TaggedCalls) -> Reading[None]:
     """Calls in a row."""
-    if syntax.wrap:
-        yield from source.accept(syntax.wrap)
+    if syntax.wrap and (yield from source.accept(syntax.wrap)):
+        yield from source.skip_space()
     yield from source.expect(syntax.open)
     while True:
         name = yield from _read_name(source, (syntax.name_end,), syntax.close[0] + syntax.key_open.strip()[0])

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 class JsonCalls:
     """`begin {"name": …, "arguments": …} end`, or a list of such objects.
 
-    bare: the answer itself may be such an object, without `begin` (which may be empty then). Hermes, Qwen, Granite,
-    Phi-4-mini, Mistral up to 7B v0.3, Llama 3.
+    bare: the answer itself may be such an object, without `begin` (which may be empty then). listed: one call is a list
+    too. Hermes, Qwen, Granite, Phi-4-mini, Mistral up to 7B v0.3, Llama 3.
     """
 
     begin: str
     end: str = ""
     lead: str = ""
     bare: bool = False
+    listed: bool = False
     name: str = "name"
     arguments: str = "arguments"
 
@@ -80,5 +81,5 @@ def triggers(syntax: CallSyntax) -> tuple[str, ...]:
         case JsonCalls() | PythonCalls():
             texts = [syntax.begin]
         case NamedCalls() | TaggedCalls():
-            texts = [syntax.wrap + syntax.open, syntax.open]
+            texts = [syntax.wrap, syntax.open]
     return tuple(dict.fromkeys(words[0] for text in texts if (words := text.split())))

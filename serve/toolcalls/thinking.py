@@ -1,7 +1,7 @@
 """Whether and how a model thinks: as variables of the chat template, and whether an answer begins with a thought."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from kvarn.errors import UsageError
 from kvarn.serve.toolcalls.learn import ChatFormat
@@ -37,12 +37,17 @@ def effort_variables(form: ChatFormat, known: frozenset[str], effort: str | None
     return level | dict.fromkeys(switches, True)
 
 
-def begins_in_thought(form: ChatFormat, tail: str, continued: str | None) -> bool:
-    """Whether an answer begins within a thought. tail: the end of the prompt. continued: the text that the answer
-    continues, if it does."""
+ThoughtState = Literal["free", "within", "over"]
+"""An answer may begin with a thought, begins within one, or begins after it."""
+
+
+def thought_state(form: ChatFormat, tail: str, continued: str | None) -> ThoughtState:
+    """Where a prompt leaves the model's thoughts. tail: its end. continued: the text that the answer continues, if it
+    does."""
     if form.thoughts is None:
-        return False
-    if continued is None:
-        return tail.rstrip().endswith(form.thoughts.open)
-    _, found, after = continued.rpartition(form.thoughts.open)
-    return bool(found) and form.thoughts.close not in after
+        return "over"
+    text = (tail if continued is None else continued).rstrip()
+    _, opened, after = text.rpartition(form.thoughts.open)
+    if opened and (not after if continued is None else form.thoughts.close not in after):
+        return "within"
+    return "over" if continued or text.endswith(form.thoughts.close) else "free"

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from kvarn.format import Preset
 from kvarn.serve.tokenizer import Tokenizer
 
-CHARACTERS = [chr(32 + i) for i in range(95)] + ["\n", "é", "日", "▁", "｜"]
+CHARACTERS = [chr(32 + i) for i in range(95)] + ["\n", "é", "日", "｜"]
 END = "<|im_end|>"
 MARK = "<|im_start|>assistant\n"
 
