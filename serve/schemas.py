@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvarn.errors import UsageError
-from kvarn.serve.schema_formats import FORMATS, narrower
+from kvarn.serve.schema_formats import ANYTHING, FORMATS, narrower
 
 MAX_SCHEMA_BYTES = 1 << 20
 MAX_SUBSCHEMAS = 5000
@@ -77,7 +77,7 @@ class _Cleaner:
         cleaned: dict[str, Any] = {}
         for name, value in schema.items():
             at = f"{path}/{name}"
-            if name in _ANNOTATIONS or name.startswith("x-"):
+            if name in _ANNOTATIONS or name.startswith("x-") or (name == "format" and value in ANYTHING):
                 continue
             if name in _MAPS:
                 key = _exact if name == "patternProperties" else str

@@ -182,6 +182,7 @@ _REASONS = {
     "NoExtensionBias": "no token can follow, and the answer is not complete",
     "ParserTooComplex": "the grammar is too ambiguous to follow",
     "LexerTooComplex": "its regular expressions take too much to follow",
+    "oneOf constraints are not": "the cases of a oneOf must exclude each other by type or a constant; write an anyOf",
     "recursion limit exceeded": "it is nested too deeply; put parts of it in $defs",
     "not present in a registry": "a $ref leads out of the schema, and nothing is fetched; put what it means in $defs",
 }

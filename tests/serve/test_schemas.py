@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvarn.errors import UsageError
-from kvarn.serve.schema_formats import FORMATS
+from kvarn.serve.schema_formats import ANYTHING, FORMATS
 from kvarn.serve.schemas import MAX_SUBSCHEMAS, check_schema
 from kvarn.serve.structured import Structured
 from kvarn.serve.tokenizer import Tokenizer
@@ -125,6 +125,11 @@ def test_a_format_stays_or_becomes_patterns_beside_what_was_there(name: str) -> 
     assert checked["pattern"] == "^a"
     assert checked["allOf"][0] == {"minLength": 2}
     assert ("format" in checked) == (len(checked["allOf"]) == 1)
+
+
+@pytest.mark.parametrize("name", ANYTHING)
+def test_a_format_that_says_nothing_is_left_out(name: str) -> None:
+    assert check_schema({"type": "number", "format": name}) == {"type": "number"}
 
 
 @pytest.mark.parametrize(

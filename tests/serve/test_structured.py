@@ -69,6 +69,15 @@ def test_texts_of_a_format_are_of_that_format(structured: Structured, walker: Wa
         assert is_valid(schema, text), text
 
 
+@pytest.mark.parametrize(("name", "bits"), [("int32", 31), ("int64", 63)])
+def test_integers_of_a_format_fit(structured: Structured, walker: Walker, name: str, bits: int) -> None:
+    make = structured.json_schema({"type": "integer", "format": name})
+    numbers = [int(text) for seed in range(300) if (text := walker.answer(make, seed)) is not None]
+    assert len(numbers) > 200
+    assert all(-(2**bits) <= number < 2**bits for number in numbers)
+    assert max(numbers) > 2 ** (bits - 20)
+
+
 @pytest.mark.parametrize(
     ("bounds", "inside"),
     [
@@ -176,6 +185,7 @@ def test_answers_from_one_maker_do_not_share_their_state(structured: Structured)
         ({"enum": []}, "is empty"),
         ({"type": "object", "required": ["a"], "additionalProperties": False}, "cannot be"),
         ({"$ref": "#/$defs/none"}, "none"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "anyOf"),
     ],
 )
 def test_a_schema_that_cannot_be_met_is_refused_at_once(structured: Structured, schema: Any, words: str) -> None:
