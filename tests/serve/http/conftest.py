@@ -212,7 +212,7 @@ def running(
         assert service.served.runner.shutdown(drain=False, timeout=10)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def serve() -> Any:
     """`with serve(...) as server`: a server of one's own."""
     return running
