@@ -1,5 +1,6 @@
 """Sixteen requests that ask for different things, in one batch: each gets exactly what it gets alone."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from kvarn.request import Event, Request, RequestParams
 from kvarn.sampling import SamplingParams
 from kvarn.serve.structured import Structured
 from kvarn.serve.tokenizer import Tokenizer
+from kvarn.serve.toolcalls.grammar import Marks, Signature, calls
+from kvarn.serve.toolcalls.syntax import JsonCalls
 
 VOCAB = 49_152 + 64  # the demo's tokens, and rows of padding that no token has
 END = 2
@@ -34,6 +37,7 @@ PERSON = {
 LIST = {"type": "array", "items": {"anyOf": [{"type": "boolean"}, {"type": "number"}]}, "minItems": 2, "maxItems": 4}
 REGEX = r"[a-f]{4,8}(-[0-9]{2}){2}"
 GRAMMAR = 'start: ("yes" | "no") ", " word\nword: /[a-z]{3,6}/'
+CALLS = JsonCalls(begin="<call>", end="</call>")
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,12 @@ def build_model(folder: Path) -> Path:
 
 
 def rows(tokenizer: Tokenizer) -> list[Row]:
-    """Schemas, a regular expression, a grammar, penalties, seeds, biases, log-probabilities, and nothing at all."""
+    """Schemas, a regular expression, a grammar, calls, penalties, seeds, biases, log-probabilities, and nothing."""
     structured = Structured(tokenizer, VOCAB)
     person, array = structured.json_schema(PERSON), structured.json_schema(LIST)
     regex, grammar = structured.regex(REGEX), structured.grammar(GRAMMAR)
+    tools = [Signature(name="keep", parameters=PERSON, strict=True)]
+    call = structured.lark(calls(CALLS, tools, Marks(special={}), several=False))
     is_person, is_list = partial(is_valid, PERSON), partial(is_valid, LIST)
     is_code, is_said = partial(matches, REGEX), partial(matches, "(yes|no), [a-z]{3,6}")
 
@@ -85,14 +91,14 @@ def rows(tokenizer: Tokenizer) -> list[Row]:
         row(3, regex, is_code, temperature=1.5, seed=3),
         row(4, repetition_penalty=1.3, frequency_penalty=0.5),
         row(5, array, is_list, temperature=1.0, seed=5, logprobs=3),
-        row(6, logprobs=5),
+        row(6, call, is_call, temperature=1.0, seed=4, logprobs=5),
         row(7, grammar, is_said, temperature=0.7, seed=9, top_p=0.9),
         row(8, person, is_person, temperature=1.0, seed=1, presence_penalty=1.0, frequency_penalty=0.3),
         row(9, temperature=0.8, seed=2, top_k=20, min_p=0.01),
         row(10, regex, is_code, repetition_penalty=1.5),
         row(11, person, is_person, temperature=1.0, seed=2, logit_bias={tokenizer.encode_more("9")[0]: 4.0}),
         row(12, logit_bias={500: 12.0}),
-        row(13, array, is_list),
+        row(13, call, is_call, frequency_penalty=0.2),
         row(14, grammar, is_said, logprobs=2),
         row(15, temperature=1.0, seed=8, presence_penalty=0.5, logprobs=1),
     ]
@@ -101,6 +107,13 @@ def rows(tokenizer: Tokenizer) -> list[Row]:
 def matches(pattern: str, text: str) -> bool:
     """Whether a text matches as a whole."""
     return re.fullmatch(pattern, text) is not None
+
+
+def is_call(text: str) -> bool:
+    """Whether a text is one call of the tool, with arguments that fit."""
+    found = re.fullmatch("<call>(.*)</call>", text)
+    called = json.loads(found[1]) if found else {}
+    return called.get("name") == "keep" and is_valid(PERSON, json.dumps(called["arguments"]))
 
 
 def assert_mixed_rows_get_what_they_get_alone(backend: Backend, tokenizer: Tokenizer) -> None:
