@@ -146,6 +146,37 @@ class Job:
         return compile_case(list(cases(fmt))[self.index], self.architecture)
 
 
+def summary(reports: list[Report]) -> str:
+    """A table in Markdown: kernels against targets; what the presets have in common, from the least to the most."""
+    targets = sorted({report.architecture for report in reports})
+    groups: dict[str, dict[int, list[Report]]] = {}
+    for report in reports:
+        name = re.sub(r" kvarn_\S+", "", report.name)
+        groups.setdefault(name, {}).setdefault(report.architecture, []).append(report)
+
+    def span(numbers: list[float]) -> str:
+        least, most = min(numbers), max(numbers)
+        return f"{least:g}" if least == most else f"{least:g}–{most:g}"
+
+    def cell(found: list[Report]) -> str:
+        columns = ([x.registers for x in found], [x.shared / 1024 for x in found], [x.tensor_core for x in found])
+        return " / ".join(span([round(float(x), 1) for x in column]) for column in columns)
+
+    lines = [
+        "| kernel | " + " | ".join(f"sm_{target}" for target in targets) + " |",
+        "| --- " * (len(targets) + 1) + "|",
+    ]
+    for name, found in sorted(groups.items(), key=lambda x: _natural(x[0])):
+        lines.append(f"| {name} | " + " | ".join(cell(found[x]) if x in found else "" for x in targets) + " |")
+    return "\n".join(lines)
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """A name's order: its head_dim as a number."""
+    words, _, head_dim = name.partition(" D=")
+    return words, int(head_dim or 0)
+
+
 def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(x) for x in text.split(","))
 
@@ -157,6 +188,7 @@ def main() -> int:
     parser.add_argument("--arch", type=numbers, help="these targets instead, for example 86,90")
     parser.add_argument("--head-dim", type=numbers, default=HEAD_DIMS, help="these head_dims instead")
     parser.add_argument("--only", default="", help="only cases whose name holds this")
+    parser.add_argument("--table", action="store_true", help="in the end a table in Markdown, presets together")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many to compile at a time")
     options = parser.parse_args()
     presets = options.preset or (ALL_PRESETS if options.all else CI_PRESETS)
@@ -171,11 +203,14 @@ def main() -> int:
         if options.only in case.name
         for architecture in sorted(set(architectures) & set(case.architectures))
     ]
-    bad = 0
+    reports = []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for report in pool.map(Job.run, jobs):
             print(report.line, flush=True)
-            bad += bool(report.faults)
+            reports.append(report)
+    bad = sum(bool(report.faults) for report in reports)
+    if options.table:
+        print(summary(reports))
     print(f"{bad} with faults" if bad else "no spills, all within their shared memory")
     return 1 if bad else 0
 

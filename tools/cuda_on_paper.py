@@ -297,12 +297,14 @@ def against_fp16(counters: list[Counter]) -> str:
             decodes, prompts, sealing, exact = (counter.costs[i] for i in (1, 3, 4, 6))
             ours, theirs = max(device.microseconds(decodes)), max(device.microseconds(exact))
             whole, most = device.microseconds(prompts), max(device.microseconds(sealing))
+            weights = 2 * LLAMA.layer_parameters / LLAMA.layers * 16384 / (device.tensor_tflops * 1e6)
             yield [
                 device.name,
                 f"{theirs / ours:.1f}",
                 f"{device.microseconds(decodes)[1] / device.microseconds(decodes)[0]:.0%}",
                 f"{whole[2] / max(whole):.0%}",
-                f"{most / max(whole):.1%}",
+                f"{most / max(whole):.0%}",
+                f"{most / (max(whole) + weights):.1%}",
             ]
 
     head = [
@@ -311,6 +313,7 @@ def against_fp16(counters: list[Counter]) -> str:
         "issue slots that full bandwidth takes",
         "prefill of 16384, share of the tensor cores' peak",
         "sealing of 16384, share of its attention",
+        "share of attention and weights",
     ]
     return table(head, rows())
 

@@ -22,6 +22,7 @@ class Model:
     kv_heads: int
     head_dim: int
     weight_bytes: float
+    layer_parameters: float  # those of all layers, which every token is multiplied with
 
     @property
     def ratio(self) -> int:
@@ -38,7 +39,7 @@ class Model:
         return sealed * self.kv_heads * (fmt.tile_nbytes + 1) + exact
 
 
-LLAMA = Model("Llama-3.1-8B, weights of 4 bits", 32, 32, 8, 128, 4.5e9)
+LLAMA = Model("Llama-3.1-8B, weights of 4 bits", 32, 32, 8, 128, 4.5e9, 6.98e9)
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> str:
