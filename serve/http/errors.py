@@ -1,7 +1,8 @@
 """Errors with the true HTTP code, in OpenAI's shape; under /v1/messages in Anthropic's."""
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -85,6 +86,19 @@ def error_response(error: ApiError, path: str) -> Response:
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         body, status = anthropic_body(error), 529 if status == 503 else status
     return Response(json.dumps(body), status, error.headers, media_type="application/json")
+
+
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about fields of chats, as an endpoint that has them under other names says it."""
+    try:
+        yield
+    except ApiError as error:
+        new = names.get(error.param or "")
+        if new is None:
+            raise
+        message = error.message.replace(str(error.param), new)
+        raise ApiError(error.status, message, code=error.code, param=new, headers=error.headers) from error
 
 
 def path_of(location: Sequence[int | str]) -> str | None:

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 from kvarn.serve.http.answer import EventStream, collect, new_tally, progress
 from kvarn.serve.http.conversation import Conversation, Named, Thinking, Tool, ToolChoice, encode_conversation, prepare
 from kvarn.serve.http.efforts import effort_for, effort_on
+from kvarn.serve.http.errors import renamed
 from kvarn.serve.http.items import Row, changes_of, json_bytes, unseal_thought
 from kvarn.serve.http.messages_events import MessageForm, message_events
 from kvarn.serve.http.messages_schema import (
@@ -93,25 +94,29 @@ def _messages(turn: MessageTurn) -> Iterator[dict[str, Any]]:
         yield {"role": turn.role, "content": _text(texts)}
 
 
+_NAMES = {"reasoning_effort": "thinking", "response_format": "output_config.format"}
+
+
 async def messages(service: Service, request: Request, body: MessagesBody) -> Response:
     """Answer a conversation."""
     served = service.check_ready()
     check_model(served, body.model)
     service.check_room()
-    prepared = await prepare(
-        service,
-        conversation_of(body, served.tokenizer),
-        Generation.model_construct(
-            model=body.model,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            stop=body.stop_sequences,
-            response_format=body.output_format or body.output_config.format,
-        ),
-        max_tokens=body.max_tokens,
-        tenant=request.state.tenant,
-    )
+    with renamed(_NAMES):
+        prepared = await prepare(
+            service,
+            conversation_of(body, served.tokenizer),
+            Generation.model_construct(
+                model=body.model,
+                temperature=body.temperature,
+                top_p=body.top_p,
+                top_k=body.top_k,
+                stop=body.stop_sequences,
+                response_format=body.output_format or body.output_config.format,
+            ),
+            max_tokens=body.max_tokens,
+            tenant=request.state.tenant,
+        )
     form = MessageForm(
         model=served.id,
         max_tokens=body.max_tokens,
@@ -132,5 +137,6 @@ async def count_tokens(service: Service, body: CountBody) -> Response:
     """How many tokens the prompt has."""
     served = service.check_ready()
     check_model(served, body.model)
-    tokens = await encode_conversation(served, conversation_of(body, served.tokenizer))
+    with renamed(_NAMES):
+        tokens = await encode_conversation(served, conversation_of(body, served.tokenizer))
     return JSONResponse({"input_tokens": len(tokens)})

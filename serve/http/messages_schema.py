@@ -1,9 +1,19 @@
 """The bodies of POST /v1/messages and /v1/messages/count_tokens, in Anthropic's shape."""
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 
 from kvarn.serve.http.fields import Strict, Text, fault
 from kvarn.serve.http.schema import JsonAnswer, Stops
@@ -20,6 +30,14 @@ class TextBlock(Strict):
     text: Text
 
 
+def _json(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        raise fault(None, "this holds a number or a text that JSON does not have; take it out") from None
+    return value
+
+
 class ToolUseBlock(Strict):
     """A call in an answer that comes back."""
 
@@ -27,7 +45,7 @@ class ToolUseBlock(Strict):
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: dict[str, Any]
+    input: Annotated[dict[str, Any], AfterValidator(_json)]
 
 
 def _blocks(value: Any) -> Any:

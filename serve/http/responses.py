@@ -9,6 +9,7 @@ from starlette.responses import Response
 from kvarn.serve.http.answer import EventStream, collect, new_tally, progress
 from kvarn.serve.http.conversation import Conversation, Thinking, prepare
 from kvarn.serve.http.efforts import effort_for
+from kvarn.serve.http.errors import renamed
 from kvarn.serve.http.items import Row, changes_of, json_bytes, unseal_thought
 from kvarn.serve.http.params import check_model
 from kvarn.serve.http.responses_events import ResponseForm, response_events
@@ -56,21 +57,25 @@ def _messages(item: InputItem) -> Iterator[dict[str, Any]]:
                 yield {"role": "assistant", "content": "", "reasoning_content": thought}
 
 
+_NAMES = {"reasoning_effort": "reasoning.effort", "response_format": "text.format"}
+
+
 async def responses(service: Service, request: Request, body: ResponsesBody) -> Response:
     """Answer a conversation."""
     served = service.check_ready()
     check_model(served, body.model)
     service.check_room()
-    prepared = await prepare(
-        service,
-        conversation_of(body, served.tokenizer),
-        Generation.model_construct(
-            model=body.model, temperature=body.temperature, top_p=body.top_p, response_format=body.text.format
-        ),
-        max_tokens=body.max_output_tokens,
-        tenant=request.state.tenant,
-        param="input",
-    )
+    with renamed(_NAMES):
+        prepared = await prepare(
+            service,
+            conversation_of(body, served.tokenizer),
+            Generation.model_construct(
+                model=body.model, temperature=body.temperature, top_p=body.top_p, response_format=body.text.format
+            ),
+            max_tokens=body.max_output_tokens,
+            tenant=request.state.tenant,
+            param="input",
+        )
     form = ResponseForm(body=body, model=served.id, origins=origins(body.tools))
     feed = service.submit([prepared.params])
     tally = new_tally(service, request, [prepared.params], thinks=prepared.thinks)

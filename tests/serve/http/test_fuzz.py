@@ -20,9 +20,16 @@ SETTINGS = settings(
 OPERATIONS = [
     ("/v1/chat/completions", "POST"),
     ("/v1/completions", "POST"),
+    ("/v1/responses", "POST"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
     ("/tokenize", "POST"),
     ("/v1/models/{name}", "GET"),
 ]
+LIMITS = {
+    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/messages"), "max_tokens"),
+    "/v1/responses": "max_output_tokens",
+}
 
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
@@ -44,7 +51,7 @@ def test_what_the_description_allows_or_not_is_never_a_5xx(server: Any, until: A
                 body["n"] = min(body["n"], 4)
             if isinstance(body, dict):
                 body["model"] = "org/fake"  # else most would end at the name
-                body["max_tokens"] = 4
+                body |= {LIMITS[path]: 4} if path in LIMITS else {}
             try:
                 response = server.http.request(
                     method, sent["url"], json=body, headers={"content-type": "application/json"}
@@ -54,7 +61,8 @@ def test_what_the_description_allows_or_not_is_never_a_5xx(server: Any, until: A
             answered += 1
             assert response.status_code < 500, response.text
             if response.status_code >= 400:
-                assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+                own = {"message", "type"} if path.startswith("/v1/messages") else {"message", "type", "param", "code"}
+                assert set(response.json()["error"]) == own
 
         ask()
     assert answered > 10
@@ -66,14 +74,35 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-FIELDS = ["messages", "prompt", "stop", "logit_bias", "n", "seed", "stream_options", "tools", "temperature", "top_k"]
+USER = [{"role": "user", "content": "x"}]
+SHARED = ("stop", "logit_bias", "n", "seed", "stream_options", "temperature", "top_k")
+FIELDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "/v1/chat/completions": (
+        {"max_tokens": 2, "messages": USER},
+        ("messages", "tools", "tool_choice", "reasoning_effort", "response_format", *SHARED),
+    ),
+    "/v1/completions": ({"max_tokens": 2, "prompt": "x"}, ("prompt", "regex", "grammar", *SHARED)),
+    "/v1/responses": (
+        {"max_output_tokens": 2, "input": "x"},
+        ("input", "instructions", "text", "reasoning", "include", "tools", "tool_choice", "metadata", "stream_options"),
+    ),
+    "/v1/messages": (
+        {"max_tokens": 2, "messages": USER},
+        ("messages", "system", "thinking", "output_config", "output_format", "tools", "tool_choice", "stop_sequences"),
+    ),
+}
+"""What a request has, and fields that get rubbish instead."""
 
 
-@SETTINGS
-@given(fields=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3), raw=st.binary(max_size=50))
-def test_rubbish_is_never_a_5xx(server: Any, fields: dict[str, Any], raw: bytes) -> None:
-    for path in ("/v1/chat/completions", "/v1/completions"):
-        bodies = [json.dumps({"model": "org/fake", "max_tokens": 2, "prompt": "x", **fields}).encode(), raw]
-        for body in bodies:
+@pytest.mark.parametrize("path", FIELDS)
+def test_rubbish_is_never_a_5xx(server: Any, path: str) -> None:
+    good, names = FIELDS[path]
+
+    @SETTINGS
+    @given(fields=st.dictionaries(st.sampled_from(names), JSON, max_size=3), raw=st.binary(max_size=50))
+    def ask(fields: dict[str, Any], raw: bytes) -> None:
+        for body in (json.dumps({"model": "org/fake", **good, **fields}).encode(), raw):
             response = server.http.post(path, content=body, headers={"content-type": "application/json"})
             assert response.status_code < 500, response.text
+
+    ask()

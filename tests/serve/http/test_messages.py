@@ -263,7 +263,9 @@ def test_thoughts_that_cannot_be_switched_off_are_refused_by_name(serve: Any, tm
     with serve(script=agent_model(tmp_path, OPENED)) as own:
         response = post(own, thinking={"type": "disabled"})
         assert response.status_code == 400
-        assert "cannot switch thoughts off" in response.json()["error"]["message"]
+        said = response.json()["error"]["message"]
+        assert said.startswith("thinking: ")
+        assert "cannot switch thoughts off; leave thinking out" in said
         assert post(own, thinking={"type": "enabled", "budget_tokens": 9}).status_code == 200
 
 
@@ -369,7 +371,7 @@ REFUSED = [
     ({"tool_choice": {"type": "tool", "name": "other"}, "tools": [WEATHER]}, "tool_choice"),
     ({"thinking": {"type": "always"}}, "thinking.type"),
     ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "'not'"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format: "),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "clear_tool_uses_20250919"),
     ({"context_management": 1}, "context_management"),
     ({"mcp_servers": [{"type": "url", "url": "x", "name": "y"}]}, "mcp_servers"),
@@ -410,6 +412,14 @@ def test_what_cannot_be_done_is_refused_by_name(server: Any, fields: dict[str, A
 @pytest.mark.parametrize("fields", ACCEPTED, ids=lambda x: "-".join(x))
 def test_what_cannot_change_the_answer_is_taken(server: Any, fields: dict[str, Any]) -> None:
     assert post(server, **fields).json()["content"] == post(server).json()["content"]
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', "NaN"])
+def test_an_input_that_is_no_json_is_refused(server: Any, value: str) -> None:
+    turn = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"a": 7}}]}
+    body = json.dumps({"model": MODEL, "max_tokens": 1, "messages": [*USER, turn]}).replace("7", value)
+    response = server.http.post("/v1/messages", content=body, headers={"content-type": "application/json"})
+    assert "messages[1].content[0].input: " in wrong(response, 400, "invalid_request_error")
 
 
 def test_tools_may_say_how_they_are_sent(server: Any) -> None:

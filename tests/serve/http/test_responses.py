@@ -367,7 +367,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"text": {"format": {"type": "grammar"}}}, "text.format"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
-    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "response_format"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format"),
     ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
     ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
     ({"input": []}, "input"),
