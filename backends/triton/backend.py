@@ -106,7 +106,8 @@ class TorchBackend:
         if decoder is not None and decoder.takes(plan.spans):
             return decoder.run(plan.spans)
         step = Step(pool, self.info.plan, plan.spans, self.model.device, self._operations())
-        logits = self.model.forward(step.tokens, step.positions, step.rows, step.attend)
+        layout = step.layout
+        logits = self.model.forward(layout.tokens, layout.positions, layout.rows, step.attend)
         return step.finish(logits)
 
     def export_block(self, block: int) -> Record:

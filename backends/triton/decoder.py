@@ -170,7 +170,8 @@ class Decoder:
         logits = bucket([decode_row(span, g) for span in spans])[: len(spans)]
         sealing = [(i, span.slots[1], span.seal_into[0]) for i, span in enumerate(spans) if span.seal_into]
         status = seal_slots(self.pool, self.operations, self.format, sealing)
-        return StepResult(outputs=outputs(spans, logits), failures=failures(status))
+        rows = [slice(i, i + 1) for i in range(len(spans))]
+        return StepResult(outputs=outputs(spans, rows, logits), failures=failures(status))
 
 
 @functools.cache

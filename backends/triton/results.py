@@ -9,8 +9,9 @@ from torch import Tensor
 from kvarn.backends.triton.dispatch import Operations
 from kvarn.backends.triton.pool import Pool
 from kvarn.backends.triton.sampling import sample
-from kvarn.format import SealStatus, TileFormat
+from kvarn.format import TileFormat
 from kvarn.step import Failure, Span, SpanOutput
+from kvarn.step_layout import failure_of
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,9 @@ class Status:
     words: Tensor
 
 
-def outputs(spans: Sequence[Span], logits: Tensor) -> tuple[SpanOutput, ...]:
+def outputs(spans: Sequence[Span], rows: Sequence[slice], logits: Tensor) -> tuple[SpanOutput, ...]:
     """Each span's part of the wanted logits `[rows, vocab]`, as logits or as a sampled token; reads them back."""
     sampled = [i for i, span in enumerate(spans) if span.sampling is not None]
-    at, rows = 0, {}
-    for i, span in enumerate(spans):
-        rows[i] = slice(at, at + span.num_logits)
-        at += span.num_logits
     chosen = {}
     if sampled:
         params = [s for span in spans if (s := span.sampling) is not None]
@@ -68,10 +65,6 @@ def failures(status: Sequence[Status]) -> tuple[Failure, ...]:
     if not status:
         return ()
     worst = torch.stack([x.words.amax() for x in status]).tolist()
-    found = []
-    for one, bad in zip(status, worst, strict=True):
-        if bad:
-            head = int(one.words.amax(0).argmax())
-            reason = SealStatus(int(one.words[:, head].amax())).reason
-            found.append(Failure(span=one.span, layer=one.layer, kv_head=head, reason=reason))
-    return tuple(found)
+    bad = [x for x, word in zip(status, worst, strict=True) if word]
+    found = [failure_of(x.span, x.layer, x.words.cpu().numpy()) for x in bad]
+    return tuple(x for x in found if x is not None)

@@ -14,6 +14,7 @@ from kvarn.backends.triton.pool import Pool
 from kvarn.backends.triton.results import Status, failures, outputs, seal_slots
 from kvarn.model_plan import Layer, ModelPlan
 from kvarn.step import Span, StepResult
+from kvarn.step_layout import lay_out, slot_of, tiles_in_slots
 from kvarn.visibility import completed_tiles, num_sealed
 
 if TYPE_CHECKING:  # they import triton, which a machine without CUDA may lack
@@ -25,23 +26,25 @@ class _Decoding:
     """The spans of one token, flat and on the device, made once for all layers."""
 
     def __init__(self, step: "Step") -> None:
-        g, exact = step.plan.tile_tokens, step.plan.preset is None
+        g, exact = step.plan.tile_tokens, step.exact
         self.spans = {i: span for i, span in enumerate(step.spans) if len(span.tokens) == 1}
         own, pages, blocks = [], [], []
         for row, span in enumerate(self.spans.values()):
             tile, offset = divmod(span.start, g)
-            own.append((step.slot(span, tile), offset))
+            own.append((slot_of(span, tile, exact=exact), offset))
             before = range(tile) if exact else range(min(tile, 1))
-            pages += [(row, step.slot(span, t), g) for t in before]
+            pages += [(row, slot_of(span, t, exact=exact), g) for t in before]
             pages.append((row, own[-1][0], offset + 1))
             blocks += [(row, block) for block in span.blocks[: num_sealed(span.start, g)]]
         alone = len(self.spans) == len(step.spans)  # then a view does, without copies in every layer
-        self.rows = slice(None) if alone else step.ids([step.starts[i] for i in self.spans])
+        self.rows = slice(None) if alone else step.ids([step.layout.starts[i] for i in self.spans])
         self.own, self.offset = step.ids([x for x, _ in own]), step.ids([x for _, x in own])
         self.pages = ops.Pages(*(step.ids([page[k] for page in pages]) for k in range(3)))
         self.tiles = ops.Tiles(*(step.ids([block[k] for block in blocks]) for k in range(2)))
         self.sealing = [
-            (i, step.slot(span, span.start // g), span.seal_into[0]) for i, span in self.spans.items() if span.seal_into
+            (i, slot_of(span, span.start // g, exact=exact), span.seal_into[0])
+            for i, span in self.spans.items()
+            if span.seal_into
         ]
         self.table = step.table(list(self.spans.values()))
 
@@ -56,18 +59,9 @@ class Step:
         self.device = device
         self.format = plan.tile_format
         self.ops = operations
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.rows: list[int] = []  # token indices whose logits are wanted
-        self.starts: list[int] = []  # of each span within the step
-        self.blocks: list[Tensor] = []
-        for span in spans:
-            at = len(self.tokens)
-            self.starts.append(at)
-            self.tokens.extend(span.tokens)
-            self.positions.extend(range(span.start, span.stop))
-            self.rows.extend(range(len(self.tokens) - span.num_logits, len(self.tokens)))
-            self.blocks.append(self.ids([*span.blocks, *span.seal_into]))
+        self.exact = plan.preset is None
+        self.layout = lay_out(spans)
+        self.blocks = [self.ids([*span.blocks, *span.seal_into]) for span in spans]
         self.decoding = _Decoding(self)
         self.chunks = [(i, span) for i, span in enumerate(spans) if len(span.tokens) > 1]
         self.prefill = self._plan_prefill()
@@ -81,7 +75,7 @@ class Step:
         layer = self.plan.layers[call.layer]
         output = torch.empty_like(call.query)
         plain = call.softcap is None and call.sinks is None and layer.window is None
-        together = layer.kind == "sealed" or (self.plan.preset is None and plain)
+        together = layer.kind == "sealed" or (self.exact and plain)
         if together and self.decoding.spans:
             rows = self.decoding.rows
             output[rows] = self._decode(call, layer).to(output.dtype)
@@ -91,7 +85,7 @@ class Step:
         for i, span in enumerate(self.spans):
             if together and i in self.decoding.spans:
                 continue
-            part = slice(self.starts[i], self.starts[i] + len(span.tokens))
+            part = slice(self.layout.starts[i], self.layout.starts[i] + len(span.tokens))
             fresh = torch.stack([call.key[part], call.value[part]]).transpose(1, 2)  # [2, Hk, N, D]
             window = self._append(layer, span, fresh)
             attend = self._attend_sealed if layer.kind == "sealed" else self._attend_exact
@@ -153,7 +147,7 @@ class Step:
         assert self.prefill is not None
         row = self.pool.row[layer.index]
         tiles, flags = self.pool.tiles[row], self.pool.flags[row]
-        parts = [slice(self.starts[i], self.starts[i] + len(span.tokens)) for i, span in self.chunks]
+        parts = [slice(self.layout.starts[i], self.layout.starts[i] + len(span.tokens)) for i, span in self.chunks]
         windows = []
         for part, (i, span) in zip(parts, self.chunks, strict=True):
             fresh = torch.stack([call.key[part], call.value[part]]).transpose(1, 2)  # [2, Hk, N, D]
@@ -168,27 +162,19 @@ class Step:
             output[part] = attended[at : at + part.stop - part.start]
             at += part.stop - part.start
 
-    def slot(self, span: Span, tile: int) -> int:
-        """The slot that holds a tile of this span while it is exact."""
-        if self.plan.preset is None:
-            return span.slots[tile]
-        return span.slots[min(tile, 1)]
-
     def _append(self, layer: Layer, span: Span, fresh: Tensor) -> Tensor:
         """Write fresh keys and values where they stay exact; returns the window `[2, Hk, W, D]` of ops.attend."""
         g = self.plan.tile_tokens
         first, last = span.start // g, (span.stop - 1) // g
         base = first * g
-        begun = self.pool.slot(layer.index, self.slot(span, first))[:, :, : span.start - base]
+        page = self.pool.slot(layer.index, slot_of(span, first, exact=self.exact))
         if first == last:
-            page = self.pool.slot(layer.index, self.slot(span, first))
             page[:, :, span.start - base : span.stop - base] = fresh
             return page[:, :, : span.stop - base]
-        window = torch.cat([begun, fresh], dim=2)
-        # Under a preset only tile 0 and the last tile stay in slots; the tiles between are sealed from the window.
-        for tile in range(first, last + 1) if self.plan.preset is None else {first, last} - set(range(1, last)):
+        window = torch.cat([page[:, :, : span.start - base], fresh], dim=2)
+        for tile in tiles_in_slots(first, last, exact=self.exact):
             part = window[:, :, tile * g - base : (tile + 1) * g - base]
-            self.pool.slot(layer.index, self.slot(span, tile))[:, :, : part.shape[2]] = part
+            self.pool.slot(layer.index, slot_of(span, tile, exact=self.exact))[:, :, : part.shape[2]] = part
         return window
 
     def _complete(self, span: Span, window: Tensor) -> Tensor:
@@ -220,7 +206,7 @@ class Step:
     def _attend_exact(self, call: Attention, layer: Layer, i: int, query: Tensor, window: Tensor) -> Tensor:
         span = self.spans[i]
         first = span.start // self.plan.tile_tokens
-        if self.plan.preset is None:
+        if self.exact:
             pages = [self.pool.slot(layer.index, slot) for slot in span.slots[:first]]
         else:
             kept = self.pool.exact_blocks[layer.index]
@@ -244,4 +230,4 @@ class Step:
         """Seal what decode completed, sample, and read tokens, logits and status words back."""
         if self.format is not None:
             self.status += seal_slots(self.pool, self.ops, self.format, self.decoding.sealing)
-        return StepResult(outputs=outputs(self.spans, logits), failures=failures(self.status))
+        return StepResult(outputs=outputs(self.spans, self.layout.logits, logits), failures=failures(self.status))
