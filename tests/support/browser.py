@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = [
@@ -20,6 +20,7 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+WAIT_MS = 15_000  # on a busy machine
 PAGE_FILES = Path(__file__).resolve().parents[2] / "serve" / "page"
 WATCH = """
 addEventListener("securitypolicyviolation", (event) =>
@@ -69,7 +70,8 @@ class Visitor:
 def visiting(browser: Browser, origin: str, **options: Any) -> Iterator[Visitor]:
     """A visitor of `origin`; at the end no fault was seen and no request has left the origin."""
     context = browser.new_context(**options)
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(WAIT_MS)
+    expect.set_options(timeout=WAIT_MS)
     context.add_init_script(WATCH)
     visitor = Visitor(origin, context, context.new_page())
     visitor.watch(visitor.page)

@@ -73,6 +73,11 @@ def arrive(page: Page, url: str) -> None:
     expect(page.locator("#model")).to_contain_text("tokens of context")
 
 
+def reload(page: Page) -> None:
+    page.reload()
+    expect(page.locator("#model")).to_contain_text("tokens of context")
+
+
 def send(page: Page, text: str) -> None:
     page.get_by_label("Message", exact=True).fill(text)
     page.get_by_label("Message", exact=True).press("Enter")
@@ -210,7 +215,7 @@ def test_stopping_ends_the_answer_on_the_server_too(visit: Visitor, chatty: Any,
     chatty.backend.open_gate()
     until(chatty.idle)
     assert len(chatty.backend.plans) < made + 20, "it did not go on to the end"
-    page.reload()
+    reload(page)
     expect(answers(page).last.locator(".markdown")).to_contain_text("word")
     assert ask(page, "more").locator("strong").inner_text() == "more"
 
@@ -250,7 +255,7 @@ def test_system_prompt_and_temperature_are_the_conversations_own(visit: Visitor)
     assert titles(page) == ["Mine"]
     new(page)
     ask(page, "ho")
-    page.reload()
+    reload(page)
     page.locator("#conversations").get_by_role("button", name="Mine", exact=True).click()
     page.get_by_role("button", name="Settings").click()
     expect(page.get_by_label("System prompt")).to_have_value("Be\nbrief.")
@@ -317,7 +322,7 @@ def test_conversations_survive_a_reload_and_are_deleted_for_good(visit: Visitor)
     new(page)
     expect(page.get_by_role("article")).to_have_count(0)
     ask(page, "second")
-    page.reload()
+    reload(page)
     assert titles(page) == ["second", "first"]
     expect(answers(page).locator("strong")).to_have_text("second")
     page.locator("#conversations").get_by_role("button", name="first", exact=True).click()
@@ -328,7 +333,7 @@ def test_conversations_survive_a_reload_and_are_deleted_for_good(visit: Visitor)
     assert titles(page) == ["second", "first"]
     page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete first").click()
-    page.reload()
+    reload(page)
     assert titles(page) == ["second"]
 
 
@@ -432,7 +437,7 @@ def test_a_hostile_answer_does_nothing(visit: Visitor) -> None:
     expect(answer).to_contain_text("<script>pwned=1</script><img src=x onerror=pwned=1>")
     expect(answer.get_by_role("link")).to_have_text(["i", "ok"])
     assert_harmless(page)
-    page.reload()
+    reload(page)
     expect(answers(page)).to_contain_text("onerror")
     assert_harmless(page)
 
@@ -444,7 +449,7 @@ def test_hostile_words_of_the_user_and_of_a_file_do_nothing(visit: Visitor, tmp_
     page.get_by_label("System prompt").fill(evil)
     page.get_by_role("button", name="Save").click()
     ask(page, evil)
-    page.reload()
+    reload(page)
     expect(page.locator("#title")).to_have_text(evil)
     assert_harmless(page)
     message = {"role": "assistant", "text": HOSTILE, "reasoning": evil, "state": "failed", "error": evil}
@@ -503,7 +508,7 @@ def test_a_refusal_is_shown_as_the_server_says_it_and_can_be_tried_again(visit: 
     assert refused.status_code == 400
     expect(answer.locator(".error")).to_contain_text(refused.json()["error"]["message"])
     expect(answer.get_by_role("button", name="Regenerate")).to_be_hidden()
-    page.reload()
+    reload(page)
     answer.get_by_role("button", name="Try again").click()
     expect(answer.locator(".error")).to_contain_text(refused.json()["error"]["message"])
     assert len(visit.bodies()) == 2
@@ -578,7 +583,7 @@ def test_the_key_is_asked_for_and_kept_by_this_tab_only(browser: Browser, serve:
         expect(page.get_by_label("Message", exact=True)).to_have_value("hi")
         assert ask(page, "hi").locator("strong").inner_text() == "hi"
         assert key not in page.evaluate("() => JSON.stringify(localStorage)")
-        page.reload()
+        reload(page)
         assert ask(page, "ho").locator("strong").inner_text() == "ho"
         expect(dialog).to_be_hidden()
 
