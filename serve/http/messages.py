@@ -45,7 +45,7 @@ def conversation_of(body: CountBody, tokenizer: Tokenizer) -> Conversation:
     if choice is not None:
         picked = Named(choice.name) if choice.name is not None else _CHOICES[choice.type]
     return Conversation(
-        messages=joined_turns([*head, *turns]),
+        messages=joined_turns([*head, *turns], later_system=tokenizer.chat_format.later_system),
         tools=[
             Tool(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
             for tool in body.tools

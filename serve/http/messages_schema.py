@@ -250,6 +250,7 @@ class CountBody(Strict):
         "compaction": ((), "this server removes nothing from a conversation"),
         "container": ((), "this server runs no tools"),
         "mcp_servers": (([],), "this server calls no other servers; let the client run these tools"),
+        "safeguards": (([],), "this server judges no calls, so switch off what relies on it (Claude Code: auto mode)"),
         "thread": ((), "this server keeps no conversations; send all messages"),
     }
     model: Text

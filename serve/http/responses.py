@@ -31,8 +31,9 @@ from kvarn.serve.tokenizer import Tokenizer
 def conversation_of(body: ResponsesBody, tokenizer: Tokenizer) -> Conversation:
     """The request in the one internal form."""
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    turns = [message for item in body.input for message in _messages(item)]
     return Conversation(
-        messages=joined_turns([*head, *(message for item in body.input for message in _messages(item))]),
+        messages=joined_turns([*head, *turns], later_system=tokenizer.chat_format.later_system),
         tools=functions(body.tools),
         tool_choice=body.tool_choice,
         parallel=body.parallel_tool_calls,

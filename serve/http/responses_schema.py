@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag,
 
 from kvarn.serve.http.fields import Strict, Text, fault, whole_unicode
 from kvarn.serve.http.responses_tools import ResponseChoice, ResponseTool
-from kvarn.serve.http.schema import JsonAnswer, StreamOptions
+from kvarn.serve.http.schema import JsonAnswer
 from kvarn.serve.http.tool_schema import MAX_TOOLS
 
 _STATELESS = "this server keeps nothing, so the whole conversation goes into input"
@@ -46,7 +46,7 @@ Texts = Annotated[
     str, PlainValidator(_texts), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]})
 ]
 
-_ITEM_ACCEPTED = ("id", "status", "caller", "created_by")
+_ITEM_ACCEPTED = ("id", "status", "caller", "created_by", "metadata", "internal_chat_message_metadata_passthrough")
 
 
 class MessageItem(Strict):
@@ -188,6 +188,12 @@ class TextConfig(Strict):
         "verbosity": (("medium",), "this server does not steer verbosity")
     }
     format: Annotated[JsonAnswer | None, PlainValidator(_format), WithJsonSchema(_FORMAT)] = None
+
+
+class StreamOptions(Strict):
+    """stream_options: about padding and summaries, neither of which this server makes. The usage always comes."""
+
+    accepted = ("include_obfuscation", "include_usage", "reasoning_summary_delivery")
 
 
 def _include(value: Any) -> list[str]:

@@ -1,5 +1,6 @@
 """What a model's chat template can do with tools and thoughts, learned by rendering samples with it."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -53,7 +54,7 @@ class ChatFormat:
 
     As the template wants them: arguments_as_text, empty: the content of a message that has but calls, calls_alone: it
     drops the calls of a message that has content too, short_ids: ids of nine letters and digits, thought_field: where a
-    message's thoughts are.
+    message's thoughts are, later_system: system messages may come after others.
     """
 
     native: bool = False
@@ -66,6 +67,7 @@ class ChatFormat:
     short_ids: bool = False
     thoughts: ThoughtMarks | None = None
     thought_field: str = "reasoning_content"
+    later_system: bool = True
 
     @property
     def thinks(self) -> bool:
@@ -98,6 +100,10 @@ _WAYS = tuple(_Way(as_text=as_text, empty=empty) for as_text in (False, True) fo
 
 def learn(template: Template) -> ChatFormat:
     """The format of a model. Renders some twenty short samples."""
+    return dataclasses.replace(_learn(template), later_system=_takes_later_system(template))
+
+
+def _learn(template: Template) -> ChatFormat:
     source = template.template
     thoughts = next((marks for marks in _THOUGHTS if marks.open in source or marks.close in source), None)
     fields = ("reasoning_content", "thinking", "reasoning")
@@ -136,6 +142,12 @@ def _render(template: Template, messages: Sequence[Mapping[str, Any]], **options
         return template.render(messages, **options)
     except UsageError:
         return None
+
+
+def _takes_later_system(template: Template) -> bool:
+    answer = {"role": "assistant", "content": "kvarnanswer"}
+    late = {"role": "system", "content": _SAY}
+    return _SAY in (_render(template, [*_user(), answer, *_user(), late]) or "")
 
 
 def _no_fallback(template: Template) -> str:

@@ -376,6 +376,7 @@ REFUSED = [
     ({"context_management": 1}, "context_management"),
     ({"mcp_servers": [{"type": "url", "url": "x", "name": "y"}]}, "mcp_servers"),
     ({"container": "c"}, "container"),
+    ({"safeguards": [{"type": "dangerous_tool_use"}]}, "safeguards"),
     ({"max_tokens": None}, "max_tokens is missing"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),

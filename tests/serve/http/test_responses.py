@@ -132,6 +132,13 @@ def test_nothing_is_stored_and_the_answer_says_so(server: Any) -> None:
     assert (got["temperature"], got["top_p"], got["truncation"]) == (0, 0.5, "disabled")
 
 
+def test_options_of_a_stream_change_nothing(server: Any) -> None:
+    options = {"reasoning_summary_delivery": "sequential_cutoff", "include_obfuscation": False}
+    streamed = [events_of(post(server, stream=True, **fields)) for fields in ({}, {"stream_options": options})]
+    texts = ["".join(event.get("delta", "") for event in events) for events in streamed]
+    assert texts[0] == texts[1] != ""
+
+
 def test_cached_tokens_are_reported(serve: Any) -> None:
     with serve() as own, client_of(own) as client:
         for cached in (0, 192):
@@ -399,6 +406,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ACCEPTED: list[dict[str, Any]] = [
     {"store": True},
     {"store": False},
+    {"input": [{"role": "user", "content": "hi", "metadata": {"turn_id": "t"}}]},
     {"background": False},
     {"previous_response_id": None},
     {"client_metadata": {"a": "b"}},
