@@ -159,6 +159,7 @@ def running(
     security: Security | None = None,
     places: int = 4,
     context: int = 1024,
+    blocks: int = 40,
     ready: bool = True,
     poison: int | None = None,
     eos: tuple[int, ...] = (),
@@ -172,7 +173,7 @@ def running(
         tokenizer = script[0]
         backend = ScriptedBackend(preset, tokenizer, script[1])
     engine = Engine(
-        backend, EngineConfig(context=context, prefill_chunk=128, max_sequences=places, blocks=40, slots=20)
+        backend, EngineConfig(context=context, prefill_chunk=128, max_sequences=places, blocks=blocks, slots=20)
     )
     sock = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
