@@ -119,7 +119,7 @@ async def prepare(
         form,
         body,
         [
-            Signature(name=tool.name, parameters=tool.parameters or {}, strict=tool.strict)
+            Signature(name=tool.name, parameters=tool.parameters or _NO_PARAMETERS, strict=tool.strict)
             for tool in conversation.tools
             if not isinstance(choice, Named) or tool.name == choice.name
         ],
@@ -143,6 +143,7 @@ async def prepare(
     return Prepared(params=params, parser=parser, thinks=form.thinks)
 
 
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _TAIL = 32  # tokens at the end of a prompt, among which the beginning of a thought would be
 
 
@@ -221,6 +222,6 @@ async def encode_conversation(served: Served, conversation: Conversation, param:
 
 def _described(tool: Tool) -> dict[str, Any]:
     """A tool as chat templates take it."""
-    parameters = {"type": "object", "properties": {}} | dict(tool.parameters or {})
+    parameters = {**_NO_PARAMETERS, **(tool.parameters or {})}
     function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
     return {"type": "function", "function": function}

@@ -37,28 +37,29 @@ def character_tokenizer(
 
 
 class Scripted(FakeBackend):
-    """What follows the last `mark` is what the script says to the text up to there; then the answer ends.
+    """What follows the last one of `marks` is what the script says to the text up to there; then the answer ends.
 
-    Under a constraint that forbids the next token it says the first one that is allowed, or ends.
+    Under a constraint that forbids the next token it ends, or says what may bring it to an end.
     """
 
-    def __init__(self, preset: Preset, tokenizer: Tokenizer, script: Script, mark: str = MARK) -> None:
+    def __init__(self, preset: Preset, tokenizer: Tokenizer, script: Script, *marks: str) -> None:
         end = tokenizer.eos_token_id
         assert end is not None
         super().__init__(preset, eos=(end,), vocab_size=len(tokenizer._inner))
         self.script = script
-        self.mark = mark
+        self._marks = marks or (MARK,)
         self._end = end
+        self._closing = tokenizer.encode_more('"}])')
         self._tokenizer = tokenizer
 
     def choose(self, history: Sequence[int], allowed: bytes | None) -> int:
         """See FakeBackend."""
         text = self._tokenizer.spell(history)
-        place = text.rindex(self.mark) + len(self.mark)
+        place = max(text.rindex(mark) + len(mark) for mark in self._marks if mark in text)
         said = self._tokenizer.encode_more(text[place:])
         answer = [*self._tokenizer.encode_more(self.script(text[:place])), self._end]
         token = answer[len(said)] if said == answer[: len(said)] else self._end
         if allowed is None:
             return token
         own = [t for t in range(len(allowed) * 8) if allowed[t // 8] >> t % 8 & 1]
-        return token if token in own else self._end if self._end in own else own[0]
+        return next(t for t in (token, self._end, *self._closing, *own) if t in own)

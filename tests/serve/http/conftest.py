@@ -13,7 +13,7 @@ import httpx
 import pytest
 import uvicorn
 from fake_backend import VOCAB, FakeBackend, next_token
-from scripted import Script, Scripted
+from scripted import Scripted
 
 from kvarn.engine import Engine, EngineConfig
 from kvarn.errors import UsageError
@@ -21,7 +21,6 @@ from kvarn.format import Preset
 from kvarn.serve.http.app import create_app
 from kvarn.serve.http.security import Security
 from kvarn.serve.http.service import Limits, Service
-from kvarn.serve.tokenizer import Tokenizer
 from kvarn.serve.toolcalls.learn import ChatFormat
 from kvarn.step import StepPlan, StepResult
 
@@ -163,7 +162,7 @@ def running(
     ready: bool = True,
     poison: int | None = None,
     eos: tuple[int, ...] = (),
-    script: tuple[Tokenizer, Script] | None = None,
+    script: tuple[Any, ...] | None = None,
 ) -> Iterator[Running]:
     preset = Preset(tile_tokens=64)
     tokenizer: Any = FakeTokenizer()
@@ -171,7 +170,7 @@ def running(
         backend = GatedBackend(preset, poison=poison, eos=eos)
     else:
         tokenizer = script[0]
-        backend = ScriptedBackend(preset, tokenizer, script[1])
+        backend = ScriptedBackend(preset, *script)
     engine = Engine(
         backend, EngineConfig(context=context, prefill_chunk=128, max_sequences=places, blocks=blocks, slots=20)
     )
