@@ -33,17 +33,27 @@ GREEDY = SamplingRow(logprobs=3)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama of two layers, 3 query heads for each of its 2 kv heads."""
+    """A llama with 3 query heads for each of its 2 kv heads."""
+    return small_llama(tmp_path_factory.mktemp("llama"), kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with a single kv head, for tests whose subject is when a kernel runs: the interpreter takes its time."""
+    return small_llama(tmp_path_factory.mktemp("narrow"), kv_heads=1)
+
+
+def small_llama(where: Path, kv_heads: int) -> Path:
+    """Two layers, 3 query heads for each kv head."""
     torch.manual_seed(1)
     config = CONFIG_MAPPING["llama"](
-        vocab_size=64, hidden_size=96, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=8 * G,
+        vocab_size=64, hidden_size=96, intermediate_size=64, num_hidden_layers=2, num_attention_heads=3 * kv_heads,
+        num_key_value_heads=kv_heads, head_dim=64, max_position_embeddings=8 * G,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, p.shape[-1] ** -0.5) if p.ndim > 1 else p.add_(torch.randn_like(p) * 0.02)
-    where = tmp_path_factory.mktemp("llama")
     model.save_pretrained(where)
     return where
 
@@ -173,19 +183,19 @@ def test_decode_and_prefill_go_through_the_kernels(
 
 
 def test_shapes_that_prefill_does_not_take_run_plainly_and_say_so(
-    folder: Path, kernels: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    narrow: Path, kernels: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from kvarn.backends.triton.kernels import prefill_plan
 
     monkeypatch.setitem(prefill_plan.ROWS, 64, 2)  # fewer rows than the 3 query heads of a kv head
     monkeypatch.setattr(prefill_plan, "SMALLEST_ROWS", 2)
-    got = script(load(folder))
+    got = script(load(narrow))
     assert [r.getMessage() for r in caplog.records if "plain torch" in r.getMessage()] == [
         "kvarn: prefill runs on plain torch operations, which is slow: 3 query heads per kv head at head_dim 64 are "
         "more than the 2 that the prefill kernel takes in torch.float32; use the plain torch version"
     ]
     dispatch._TRITON.clear()
-    for mine, wanted in zip(got, script(load(folder)), strict=True):
+    for mine, wanted in zip(got, script(load(narrow)), strict=True):
         assert np.abs(mine - wanted).max() <= CLOSE * np.abs(wanted).max()
 
 
@@ -218,16 +228,16 @@ def decode(backend: TorchBackend, sequences: Sequence[Sequence_], steps: int) ->
     return got
 
 
-def test_replays_give_the_bits_of_direct_runs_across_tile_edges(folder: Path, kernels: None) -> None:
+def test_replays_give_the_bits_of_direct_runs_across_tile_edges(narrow: Path, kernels: None) -> None:
     captured: list[Callable[[], None]] = []
 
     def capture(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         replay, output = graph(step)
         return lambda: (captured.append(replay), replay())[1], output
 
-    direct, sequences = decoding(folder, None, (1, 2, 3))
+    direct, sequences = decoding(narrow, None, (1, 2, 3))
     want = decode(direct, sequences, 5)
-    replayed, sequences = decoding(folder, capture, (1, 2, 3))
+    replayed, sequences = decoding(narrow, capture, (1, 2, 3))
     assert decode(replayed, sequences, 5) == want
     assert len(captured) == 5
     live = [block for x in sequences for block in x.blocks[: max(x.length // G - 1, 0)]]
@@ -236,22 +246,22 @@ def test_replays_give_the_bits_of_direct_runs_across_tile_edges(folder: Path, ke
     assert torch.equal(replayed.pool.flags[:, live], direct.pool.flags[:, live])
 
 
-def test_a_row_has_the_same_answer_alone_and_beside_others(folder: Path, kernels: None) -> None:
-    together, sequences = decoding(folder, None, (1, 2))
+def test_a_row_has_the_same_answer_alone_and_beside_others(narrow: Path, kernels: None) -> None:
+    together, sequences = decoding(narrow, None, (1, 2))
     want = [x[0] for x in decode(together, sequences, 3)]
-    alone, sequences = decoding(folder, None, (1, 2))
+    alone, sequences = decoding(narrow, None, (1, 2))
     got = [run(alone, sequences[0].span(1, GREEDY)).outputs[0] for _ in range(3)]
     for mine, (token, logprob, _) in zip(got, want, strict=True):
         assert mine.token == token
         assert mine.logprob == pytest.approx(logprob, abs=1e-4)  # its matrix products have another shape
 
 
-def test_two_engines_in_one_process_do_not_disturb_each_other(folder: Path, kernels: None) -> None:
+def test_two_engines_in_one_process_do_not_disturb_each_other(narrow: Path, kernels: None) -> None:
     want = []
     for seeds in ((1, 2), (3, 4)):
-        backend, sequences = decoding(folder, graph, seeds)
+        backend, sequences = decoding(narrow, graph, seeds)
         want.append(decode(backend, sequences, 4))
-    both = [decoding(folder, graph, seeds) for seeds in ((1, 2), (3, 4))]
+    both = [decoding(narrow, graph, seeds) for seeds in ((1, 2), (3, 4))]
     got: list[list[Any]] = [[], []]
     for i in range(4):
         for k, (backend, sequences) in enumerate(both):
@@ -262,9 +272,9 @@ def test_two_engines_in_one_process_do_not_disturb_each_other(folder: Path, kern
 
 
 def test_a_model_that_cannot_be_captured_runs_directly_and_says_so(
-    folder: Path, kernels: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    narrow: Path, kernels: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend, sequences = decoding(folder, None, (1, 2))
+    backend, sequences = decoding(narrow, None, (1, 2))
     want = decode(backend, sequences, 2)
     forward = type(backend.model).forward_rows
 
@@ -273,15 +283,15 @@ def test_a_model_that_cannot_be_captured_runs_directly_and_says_so(
         return forward(self, tokens, *rest)
 
     monkeypatch.setattr(type(backend.model), "forward_rows", reads)
-    backend, sequences = decoding(folder, graph, (1, 2))
+    backend, sequences = decoding(narrow, graph, (1, 2))
     assert decode(backend, sequences, 2) == want
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == 1
     assert said[0].startswith("kvarn: decode steps run without CUDA graphs: this model cannot be captured")
 
 
-def test_steps_that_are_not_decode_alone_or_too_large_go_the_other_way(folder: Path, kernels: None) -> None:
-    backend, sequences = decoding(folder, None, (1, 2))
+def test_steps_that_are_not_decode_alone_or_too_large_go_the_other_way(narrow: Path, kernels: None) -> None:
+    backend, sequences = decoding(narrow, None, (1, 2))
     decoder = backend._decoder
     assert decoder is not None
     row = sequences[0].span(1, GREEDY)
