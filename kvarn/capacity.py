@@ -38,12 +38,17 @@ class Holding:
         return self.blocks * size.block_bytes + self.slots * size.slot_bytes
 
 
-def holding(tokens: int, plan: ModelPlan) -> Holding:
+def holding_of(tokens: int, tile_tokens: int, *, sealed: bool) -> Holding:
     """What a sequence of `tokens` tokens holds: under a preset its sealed blocks, the sink and the tail."""
-    tiles = -(-tokens // plan.tile_tokens)
-    if plan.preset is None:
+    tiles = -(-tokens // tile_tokens)
+    if not sealed:
         return Holding(blocks=0, slots=tiles)
-    return Holding(blocks=num_sealed(tokens, plan.tile_tokens), slots=min(tiles, 2))
+    return Holding(blocks=num_sealed(tokens, tile_tokens), slots=min(tiles, 2))
+
+
+def holding(tokens: int, plan: ModelPlan) -> Holding:
+    """The same under a model's plan."""
+    return holding_of(tokens, plan.tile_tokens, sealed=plan.preset is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

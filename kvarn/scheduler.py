@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvarn.block_pool import BlockPool
+from kvarn.capacity import Holding, holding_of
 from kvarn.constraint import FORBIDDING_BIAS, Guide
 from kvarn.errors import CapacityError, ContextOverflowError, KvarnError, SealError
 from kvarn.keys import Key, block_key
@@ -19,7 +20,7 @@ from kvarn.request import Event, FinishReason, Request, RequestParams
 from kvarn.step import Span, SpanOutput, StepPlan, StepResult
 from kvarn.stopping import StopStrings
 from kvarn.tier import NO_TIER, Computed, Tier
-from kvarn.visibility import completed_tiles, num_sealed
+from kvarn.visibility import completed_tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,13 +192,9 @@ class Scheduler:
             return []
         return request.keys[: (len(request.tokens) - 1) // self.config.tile_tokens]
 
-    def _need(self, request: Request) -> dict[str, int]:
+    def _need(self, request: Request) -> Holding:
         """Blocks and slots that a request's tokens take in all."""
-        tokens, g = len(request.tokens), self.config.tile_tokens
-        tiles = -(-tokens // g)
-        if not self.config.sealed:
-            return {"blocks": 0, "slots": tiles}
-        return {"blocks": num_sealed(tokens, g), "slots": min(tiles, 2)}
+        return holding_of(len(request.tokens), self.config.tile_tokens, sealed=self.config.sealed)
 
     def _lacks(self, request: Request) -> str | None:
         """What a request's tokens need beyond what can be had, beside the tiles that it reuses; None: it fits.
@@ -207,8 +204,8 @@ class Scheduler:
         reusable = self.cache.peek(self._reusable(request))
         for what, pool in (("blocks", self.blocks), ("slots", self.slots)):
             reused = [place.index for place in reusable if place.pool is pool]
-            fresh = self._need(request)[what] - len(reused)
-            promised = sum(max(self._need(r)[what] - len(getattr(r, what)), 0) for r in self.running)
+            fresh = getattr(self._need(request), what) - len(reused)
+            promised = sum(max(getattr(self._need(r), what) - len(getattr(r, what)), 0) for r in self.running)
             free = pool.num_available - sum(pool.references(index) == 0 for index in reused) - promised
             if fresh > free:
                 return f"{what}: needs {fresh}, {max(free, 0)} are free"

@@ -8,11 +8,11 @@ from typing import Any
 from kvarn.adapter import adapter_digest
 from kvarn.disk_tier import DiskTier
 from kvarn.errors import UsageError
+from kvarn.folders import cache_folder
 from kvarn.identity import tokenizer_identity
 from kvarn.keys import ALGORITHM, Fingerprint, format_name, layer_names
 from kvarn.serve.estimate import parse_bytes
 from kvarn.serve.loading import Loaded, ModelOptions, say, size
-from kvarn.serve.models import cache_folder
 from kvarn.store_disk import DiskStore, default_budget
 from kvarn.tier import NO_TIER, Tier
 

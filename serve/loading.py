@@ -18,10 +18,11 @@ from kvarn.backend import Backend, LoadOptions
 from kvarn.capacity import Capacity, plan_context
 from kvarn.checkpoint import check_files
 from kvarn.engine import Engine, EngineConfig
+from kvarn.folders import cache_folder
 from kvarn.format import Preset
 from kvarn.identity import weights_identity
 from kvarn.serve.literal import one_line
-from kvarn.serve.models import cache_folder, resolve
+from kvarn.serve.models import resolve
 from kvarn.serve.tokenizer import Tokenizer
 from kvarn.tier import NO_TIER, Tier
 

@@ -1,25 +1,17 @@
 """From what the user calls a model (a folder, `demo`, a hub id) to a folder on this machine."""
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from kvarn.errors import ModelNotFoundError
+from kvarn.folders import cache_folder
 from kvarn.serve.demo import pull_demo
 
 Progress = Callable[[str, int, int], None]
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
-
-
-def cache_folder() -> Path:
-    """The user's cache folder of KVarN: $KVARN_CACHE, else $XDG_CACHE_HOME/kvarn, else ~/.cache/kvarn."""
-    own = os.environ.get("KVARN_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvarn"
 
 
 def resolve(name: str, *, progress: Progress) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvarn.errors import UsageError
-from kvarn.serve.models import cache_folder
+from kvarn.folders import cache_folder
 
 _NAME = re.compile(r"[\w][\w.-]{0,99}")
 VERSION = 1

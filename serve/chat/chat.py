@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kvarn.errors import UsageError
+from kvarn.folders import cache_folder
 from kvarn.identity import tokenizer_identity
 from kvarn.serve.caching import CacheOptions, open_tier
 from kvarn.serve.chat.commands import Chat
@@ -17,7 +18,7 @@ from kvarn.serve.chat.screen import PlainScreen, RichScreen, Screen
 from kvarn.serve.chat.settings import Settings
 from kvarn.serve.chat.talk import Talk
 from kvarn.serve.loading import ModelOptions, load, progress_bar, say, start_engine
-from kvarn.serve.models import cache_folder, resolve
+from kvarn.serve.models import resolve
 from kvarn.serve.sessions import Session, load_session
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvarn.errors import ModelNotFoundError
-from kvarn.serve.models import cache_folder, resolve
+from kvarn.serve.models import resolve
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -34,13 +34,3 @@ def test_a_hub_id_that_cannot_be_had_is_refused_by_name(monkeypatch: pytest.Monk
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFoundError, match="nobody/nothing"):
         resolve("nobody/nothing", progress=silent)
-
-
-def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("KVARN_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own"
-    monkeypatch.delenv("KVARN_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "kvarn"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache" / "kvarn"

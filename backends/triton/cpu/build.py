@@ -3,7 +3,8 @@
 Each format is compiled for itself, so that every width and loop is a constant; it takes a few seconds, once. The
 library's name is a hash of everything it depends on: sources, format, compiler and flags, which follow from the
 processor. It is written beside its final name and renamed, so two processes that build at once do not disturb each
-other. Behind the library stands a digest of its bytes: one that is cut, changed or foreign is built again.
+other. Behind the library stands a digest of its bytes: one that is cut, changed or foreign is built again. What has
+not been loaded for two months is removed when another is built.
 """
 
 import ctypes
@@ -15,16 +16,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+from kvarn.folders import cache_folder
 from kvarn.format import TileFormat
 
 SOURCES = {"attention.cpp": "-ffp-contract=fast", "seal.cpp": "-ffp-contract=off"}  # sealing is exact to the byte
 HEADERS = ("vectors.h", "threads.h")
 COMPILERS = ("c++", "g++", "clang++")
 DIGEST_BYTES = hashlib.sha256().digest_size
+KEPT_DAYS = 60
 SECONDS = 120  # a compiler that takes longer is stuck
 AVX2 = ("avx2", "fma", "f16c")
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
@@ -32,11 +37,6 @@ AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 class BuildError(Exception):
     """The kernels cannot be had on this machine; the text says why and what would help."""
-
-
-def default_folder() -> Path:
-    """Where built kernels lie."""
-    return Path.home() / ".cache" / "kvarn" / "cpu-kernels"
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def library(
     """The kernels of one format, built now if need be. BuildError when that is not possible here."""
     if sys.byteorder != "little":
         raise BuildError("the kernels are written for little-endian processors")
-    folder = default_folder() if folder is None else folder
+    folder = cache_folder() / "cpu-kernels" if folder is None else folder
     chosen = instruction_set(processor_flags()) if instructions is None else instructions
     compiler = find_compiler()
     flags = flags_of(chosen, fmt, poison=poison)
@@ -127,6 +127,7 @@ def library(
     loaded = _load(path)
     if loaded is None:
         _build(path, compiler, flags)
+        _forget_old(folder)
         loaded = _load(path)
     if loaded is None:
         raise BuildError(f"{path} was built but does not load; is {folder} mounted noexec?")
@@ -137,10 +138,23 @@ def _load(path: Path) -> ctypes.CDLL | None:
     """The library, if it is there and whole; a cut one must not reach the loader, which can crash on it."""
     try:
         raw = path.read_bytes()
-        whole = hashlib.sha256(raw[:-DIGEST_BYTES]).digest() == raw[-DIGEST_BYTES:]
-        return ctypes.CDLL(str(path)) if whole else None
+        if hashlib.sha256(raw[:-DIGEST_BYTES]).digest() != raw[-DIGEST_BYTES:]:
+            return None
+        loaded = ctypes.CDLL(str(path))
     except OSError:
         return None
+    with suppress(OSError):  # a folder that may only be read
+        path.touch()  # in use, see _forget_old
+    return loaded
+
+
+def _forget_old(folder: Path) -> None:
+    """Remove libraries that nobody has loaded for KEPT_DAYS: of other versions, compilers, formats."""
+    before = time.time() - KEPT_DAYS * 86400
+    for path in folder.glob("*.so"):
+        with suppress(OSError):
+            if path.stat().st_mtime < before:
+                path.unlink()
 
 
 def _build(path: Path, compiler: Sequence[str], flags: Sequence[str]) -> None:

@@ -154,9 +154,7 @@ def most_rows(fmt: TileFormat, dtype: torch.dtype, shared_operands: bool, int8: 
     rows = ROWS[fmt.head_dim]
     if fmt.head_dim == 128 and shared_operands:
         # Codes that straddle words take registers that the larger form has not.
-        rows = MOST_ROWS if widths <= {2, 4, 8} and not wide and not int8 else rows
-    elif (fmt.head_dim == 128 and not widths <= {2, 4}) or (fmt.head_dim == 256 and wide):
-        rows //= 2
-    elif fmt.head_dim == 256 and not shared_operands and not widths <= {2, 4, 8}:
-        rows //= 2
-    return rows
+        return MOST_ROWS if widths <= {2, 4, 8} and not wide and not int8 else rows
+    crowded = fmt.head_dim == 128 and not widths <= {2, 4}
+    crowded |= fmt.head_dim == 256 and (wide or not (shared_operands or widths <= {2, 4, 8}))
+    return rows // 2 if crowded else rows

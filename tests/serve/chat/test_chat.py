@@ -17,11 +17,11 @@ import pytest
 from click.testing import CliRunner
 from fake_chat import FakeTokenizer, answer_to
 
+from kvarn.folders import cache_folder
 from kvarn.serve.chat.chat import surroundings
 from kvarn.serve.chat.keyboard import EditingReader, PipeReader, PlainReader
 from kvarn.serve.chat.screen import PlainScreen, RichScreen
 from kvarn.serve.cli import main
-from kvarn.serve.models import cache_folder
 from kvarn.serve.sessions import load_session
 
 FAKE = Path(__file__).resolve().parents[2] / "support" / "fake_chat.py"

@@ -6,6 +6,7 @@ The compiler here is a script that hands out a library of its own and keeps a lo
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def test_it_is_built_once_and_then_loaded(compiler: Pretended, tmp_path: Path) -
     first = only(folder).stat()
     library(FMT, folder=folder)
     assert compiler.links == 1
-    assert only(folder).stat().st_mtime_ns == first.st_mtime_ns
+    assert only(folder).stat().st_ino == first.st_ino
     assert only(folder).name.startswith("kvarn_k4v2_g128_d64_")
 
 
@@ -105,6 +106,20 @@ def test_another_format_processor_or_option_is_another_library(compiler: Pretend
     library(FMT, folder=folder, instructions="avx2")
     library(FMT, folder=folder, instructions="portable", poison=True)
     assert compiler.links == len(list(folder.iterdir())) == 5
+
+
+def test_libraries_that_nobody_loads_are_removed_when_another_is_built(compiler: Pretended, tmp_path: Path) -> None:
+    library(FMT, folder=tmp_path)
+    (used,) = tmp_path.glob("*.so")
+    unused = tmp_path / "kvarn_k4v2_g128_d64_avx2_0.so"
+    unused.write_bytes(b"of an older version")
+    long_ago = time.time() - (build.KEPT_DAYS + 1) * 86400
+    for path in (used, unused):
+        os.utime(path, (long_ago, long_ago))
+    library(FMT, folder=tmp_path)  # loads the first
+    library(Preset().with_head_dim(128), folder=tmp_path)
+    assert used.exists()
+    assert not unused.exists()
 
 
 def test_a_changed_source_is_another_library(
