@@ -40,12 +40,14 @@ SHOTS: dict[str, dict[str, Any]] = {
         "device_scale_factor": 1.5,
     },
 }
-SYSTEM = "You are a helpful assistant. Answer with Markdown: headings, lists, tables and fenced code."
+README = Path(__file__).resolve().parents[1] / "README.md"
+SYSTEM = "You are a helpful assistant. Answer briefly, with Markdown."
+BACKGROUND = f"This is background:\n\n{README.read_text()[:5000]}\n\n{SYSTEM}"  # some tiles to be kept and sealed
 TALK = {
-    "A conversation about tea": ["How do I make a good cup of black tea? Give me a numbered list."],
-    "Fibonacci in Python": [
-        "Write a Python function that returns the first n Fibonacci numbers.",
-        "Explain in a short list how it works.",
+    "Three good habits": ["Name three good habits for a healthy life, as a short list."],
+    "The sky, and a sum": [
+        "Explain in two sentences why the sky is blue.",
+        "Write a short Python function that adds two numbers.",
     ],
 }
 
@@ -79,7 +81,7 @@ def server(model: str) -> Iterator[str]:
 def talk(page: Page, title: str, messages: list[str]) -> None:
     """Hold one conversation, greedily, and wait for its answers."""
     page.get_by_role("button", name="Settings").click()
-    page.get_by_label("System prompt").fill(SYSTEM)
+    page.get_by_label("System prompt").fill(BACKGROUND)
     page.get_by_label("Title").fill(title)
     page.get_by_label("Temperature").fill("0")
     page.get_by_role("button", name="Save").click()

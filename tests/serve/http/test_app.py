@@ -61,6 +61,20 @@ def test_the_cache_report_counts_hits_and_what_is_stored(serve: Any, until: Any)
         assert got["report"]["tokens"]["from_memory"] == 192
 
 
+def test_the_cache_report_says_what_a_sequence_holds(serve: Any) -> None:
+    with serve() as own:
+        for tokens in (1, 64, 65, 128, 129, 200, 257):
+            kv = own.http.get("/v1/cache", params={"tokens": tokens}).json()["kv"]
+            assert own.complete(prompt=chr(48 + tokens % 10) * tokens, max_tokens=1).status_code == 200
+            assert kv["sequence"]["bytes"] == own.engine.peak_bytes_held
+            assert kv["sequence"]["bytes_exact"] == -(-tokens // 64) * own.backend.pool_size.slot_bytes
+        assert (kv["dtype"], kv["layers"], kv["layers_sealed"]) == ("kvarn_k4v2_g64", 2, 2)
+        assert (kv["sealed_bytes_per_token"], kv["exact_bytes_per_token"]) == (1.0, 4.0)
+        assert "sequence" not in own.http.get("/v1/cache").json()["kv"]
+        for wrong in ("0", "-1", "many", "1.5", "9" * 5000):
+            assert own.http.get("/v1/cache", params={"tokens": wrong}).status_code == 400
+
+
 def test_a_fault_of_ours_is_a_500_without_a_traceback(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve() as own:
         tokenizer = own.service.served.tokenizer
