@@ -5,7 +5,8 @@
 First table: attention of one token over a context, 8 kv heads with one query head each (D=128), or the demo model's 3
 with 3 each (D=64): kvarn_k4v2_g128 by our kernel, torch's scaled_dot_product_attention in three dtypes, and what
 transformers' quantized cache does in every step (4-bit groups of 64: unpack and dequantize all of it, then attend in
-float32). Second table: prefill and decode of the model, KVarN's engine against transformers with its own cache.
+float32). Second table: prefill and decode of the model, KVarN's engine against transformers with its own cache, and
+decode with its quantized cache (QuantizedCache over optimum-quanto: 4 bits, groups of 64, the last 128 tokens exact).
 
 One thread is timed by the CPU time of that thread, so other programs disturb it little; several threads by the clock.
 Every figure is the best of its repetitions but for end-to-end prefill, which runs once. Compare within a run only.
@@ -20,6 +21,8 @@ from typing import Any
 import click
 import torch
 import torch.nn.functional as F
+from transformers import QuantizedCache
+from transformers.utils import is_optimum_quanto_available
 
 from kvarn.backend import LoadOptions
 from kvarn.backends.triton import ops
@@ -124,9 +127,9 @@ def run_engine(backend: TorchBackend, prompt: tuple[int, ...], answer: int) -> R
     return _run(stamps)
 
 
-def run_transformers(module: Any, prompt: tuple[int, ...], answer: int) -> Run:
+def run_transformers(module: Any, prompt: tuple[int, ...], answer: int, past: Any = None) -> Run:
     stamps = [clock()]
-    past, tokens = None, torch.tensor([prompt])
+    tokens = torch.tensor([prompt])
     with torch.inference_mode():
         for _ in range(answer):
             output = module(tokens, cache=past, use_cache=True, logits_to_keep=1)
@@ -152,11 +155,14 @@ def model_rows(model: str, dtype: str, contexts: list[int], answer: int) -> Iter
         ours = run_engine(backend, prompt, answer)
         module.set_attn_implementation("sdpa")
         theirs = run_transformers(module, prompt, answer)
+        cache = QuantizedCache("quanto", module.config, nbits=4, q_group_size=GROUP)
+        quantized = run_transformers(module, prompt, answer, cache)
         module.set_attn_implementation(implementation)
         yield [
             *(str(torch.get_num_threads()), dtype, str(context)),
             *(f"{ours.prefill:.2f}", f"{theirs.prefill:.2f} ({theirs.prefill / ours.prefill:.2f}x)"),
             *(f"{ours.decode:.1f}", f"{theirs.decode:.1f} ({theirs.decode / ours.decode:.2f}x)"),
+            f"{quantized.decode:.1f} ({quantized.decode / ours.decode:.2f}x)",
         ]
 
 
@@ -178,6 +184,8 @@ def table(head: list[str], rows: Iterator[list[str]]) -> None:
 @click.option("--answer", default=9, help="Tokens that are generated, second table.")
 def main(model: str, contexts: str, model_contexts: str, dtypes: tuple[str, ...], threads: str, answer: int) -> None:
     """Print both tables."""
+    if model_contexts and not is_optimum_quanto_available():
+        raise click.ClickException("transformers' quantized cache wants optimum-quanto; pip install optimum-quanto")
 
     def numbers(text: str) -> list[int]:
         return [int(x) for x in text.split(",") if x]
@@ -187,7 +195,7 @@ def main(model: str, contexts: str, model_contexts: str, dtypes: tuple[str, ...]
         for count in dict.fromkeys(numbers(threads)):
             torch.set_num_threads(count)
             table(head, kernel_rows(numbers(contexts)))
-    head = ["threads", "weights", "context", "prefill s", "transformers", "decode ms", "transformers"]
+    head = ["threads", "weights", "context", "prefill s", "transformers", "decode ms", "transformers", "quantized"]
     if model_contexts:
         for count in dict.fromkeys(numbers(threads)):
             torch.set_num_threads(count)
