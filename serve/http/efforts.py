@@ -6,9 +6,12 @@ from kvarn.serve.toolcalls.thinking import effort_variables
 
 
 def effort_for(tokenizer: Tokenizer, effort: str | None) -> str | None:
-    """The effort to ask for: none at all of a model that does not think, which no effort could change."""
+    """The effort to ask for: none in particular where the chat template has no variable for it, so that nothing changes.
+
+    Only to switch off thoughts that cannot be switched off is left to be refused.
+    """
     form = tokenizer.chat_format
-    if effort is None or form.thinks:
+    if effort is None or (effort == "none" and form.thinks):
         return effort
     try:
         return effort if effort_variables(form, tokenizer.variables, effort) else None

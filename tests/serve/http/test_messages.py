@@ -266,7 +266,8 @@ def test_thoughts_that_cannot_be_switched_off_are_refused_by_name(serve: Any, tm
         said = response.json()["error"]["message"]
         assert said.startswith("thinking: ")
         assert "cannot switch thoughts off; leave thinking out" in said
-        assert post(own, thinking={"type": "enabled", "budget_tokens": 9}).status_code == 200
+        for thinking in ({"type": "enabled", "budget_tokens": 9}, {"type": "adaptive"}):
+            assert post(own, thinking=thinking, output_config={"effort": "high"}).status_code == 200
 
 
 def test_a_model_that_does_not_think_takes_any_effort(server: Any) -> None:
