@@ -6,7 +6,7 @@ from kvarn.serve.toolcalls.thinking import effort_variables
 
 
 def effort_for(tokenizer: Tokenizer, effort: str | None) -> str | None:
-    """The effort to ask for: none in particular where the chat template has no variable for it, so that nothing changes.
+    """The effort to ask for: None where the chat template has no variable for it, so that it could change nothing.
 
     Only to switch off thoughts that cannot be switched off is left to be refused.
     """

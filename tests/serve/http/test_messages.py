@@ -243,6 +243,30 @@ def test_one_call_at_a_time_and_none(asking: anthropic.Anthropic) -> None:
     assert [block.type for block in none.content] == ["thinking", "text"]
 
 
+TIME: Any = {"name": "clock", "input_schema": {"type": "object", "properties": {"zone": {"enum": ["utc", "cet"]}}}}
+
+
+def test_calls_are_forced(asking: anthropic.Anthropic) -> None:
+    hello: Any = {"role": "user", "content": "hi"}
+    off: Any = {"type": "disabled"}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "clock"}):
+        forced = ask(asking, hello, tools=[WEATHER, TIME], tool_choice=choice, thinking=off)
+        assert {block.type for block in forced.content} == {"tool_use"}
+        if choice["type"] == "tool":
+            assert {block.name for block in forced.content} == {"clock"}
+            assert {block.input.get("zone") for block in forced.content} <= {None, "utc", "cet"}
+        if forced.stop_reason != "max_tokens":
+            assert forced.stop_reason == "tool_use"
+
+
+def test_a_strict_tool_gets_what_its_schema_accepts(asking: anthropic.Anthropic) -> None:
+    wrong = {"role": "user", "content": "write " + write_call("clock", '{"zone": "mars"}')}
+    loose = ask(asking, wrong, tools=[TIME]).content[0]
+    assert loose.input == {"zone": "mars"}
+    strict = TIME | {"strict": True, "input_schema": TIME["input_schema"] | {"required": ["zone"]}}
+    assert ask(asking, wrong, tools=[strict]).content[0].input["zone"] in ("utc", "cet")
+
+
 def test_what_is_no_json_object_is_passed_on_in_one_property(asking: anthropic.Anthropic) -> None:
     cut = '{"city": "Ro'
     call = ask(asking, {"role": "user", "content": "write " + write_call("weather", cut).split(cut)[0] + cut}).content[

@@ -262,6 +262,15 @@ def test_one_call_at_a_time_and_none(asking: openai.OpenAI) -> None:
     assert [item.type for item in none.output] == ["reasoning", "message"]
 
 
+def test_calls_are_forced(asking: openai.OpenAI) -> None:
+    fields: Any = {"reasoning": {"effort": "none"}, "max_output_tokens": 200}
+    for choice in ("required", {"type": "function", "name": "weather"}):
+        forced = ask(asking, {"role": "user", "content": "hi"}, tool_choice=choice, **fields)
+        assert {item.type for item in forced.output} == {"function_call"}
+        assert {item.name for item in forced.output} == {"weather"}
+    assert forced.tool_choice.model_dump() == {"type": "function", "name": "weather"}
+
+
 def test_effort_none_switches_thoughts_off(asking: openai.OpenAI, prompts: list[str]) -> None:
     ask(asking, ASK, reasoning={"effort": "none"})
     ask(asking, ASK, reasoning={"effort": "medium", "summary": "auto"})
