@@ -12,6 +12,9 @@ import pytest
 from agent_model import agent_model
 from chat_templates import HERMES, PLAIN, QWEN3
 
+from kvarn.engine import Engine, EngineConfig
+from kvarn.serve.loading import ModelOptions, load
+
 FOLDER = Path(__file__).parents[2] / "data" / "agents"
 BODIES = sorted(file.stem for file in FOLDER.glob("*.json"))
 PAIRS = sorted(name.removesuffix("_1") for name in BODIES if name.endswith("_1"))
@@ -81,3 +84,26 @@ def test_the_second_turn_begins_with_the_first(agent: Any, prompts: list[str], n
         send(agent, f"{name}_{turn}")
     first, second = prompts
     assert second.startswith(first), "so that the prefix cache gives the whole first turn"
+
+
+def test_the_demo_model_says_the_same_on_all_three_endpoints(serve: Any, demo_dir: Path) -> None:
+    loaded = load(ModelOptions(model=str(demo_dir), dtype="float32", device="cpu", backend="triton"))
+    engine = Engine(loaded.backend, EngineConfig(context=512, max_sequences=2, blocks=8, slots=6))
+    asked = {
+        "model": "demo",
+        "temperature": 0,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    }
+    with serve(ready=False) as own:
+        own.on_loop(lambda: own.service.open(engine, loaded.tokenizer, ("demo",)))
+        own.http.timeout = 60
+        chat = own.http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
+        message = own.http.post("/v1/messages", json={**asked, "max_tokens": 50}).json()
+        items = {"model": "demo", "temperature": 0, "input": asked["messages"]}
+        response = own.http.post("/v1/responses", json=items).json()
+    assert chat == "The capital of France is Paris."
+    assert [block["text"] for block in message["content"]] == [chat]
+    assert [part["text"] for item in response["output"] for part in item["content"]] == [chat]
+    assert (message["stop_reason"], response["status"]) == ("end_turn", "completed")
+    used = message["usage"]
+    assert used["input_tokens"] + used["cache_read_input_tokens"] == response["usage"]["input_tokens"]
