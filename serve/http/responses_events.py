@@ -81,6 +81,8 @@ class ResponseForm:
         answer = self.body.text.format
         if answer is None:
             return {"type": "text"}
+        if answer.schema == {"type": "object"}:
+            return {"type": "json_object"}
         return {"type": "json_schema", "name": "answer", "schema": answer.schema, "strict": True}
 
     def _choice(self) -> str | dict[str, str]:

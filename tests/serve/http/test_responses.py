@@ -356,10 +356,15 @@ def test_a_json_schema_binds_the_answer(client: openai.OpenAI) -> None:
     response = client.responses.create(model=MODEL, input="hi", max_output_tokens=60, text=form)
     assert 0 <= json.loads(response.output_text)["age"] <= 99
     assert response.text is not None
+    assert response.text.format is not None
+    assert response.text.format.type == "json_schema"
     whole = client.responses.create(
         model=MODEL, input="hi", max_output_tokens=20, text={"format": {"type": "json_object"}}
     )
     assert whole.output_text.startswith("{")
+    assert whole.text is not None
+    assert whole.text.format is not None
+    assert whole.text.format.type == "json_object"
 
 
 # Errors.
