@@ -285,6 +285,58 @@ def estimate(
     )
 
 
+@main.command()
+@click.argument("model")
+@click.option("--contexts", default="", metavar="N,...", help="Tokens of a sequence at its end; default: 512,4096.")
+@click.option("--batch", default="1,4", show_default=True, metavar="N,...", help="Sequences at once.")
+@click.option("--tokens", default=32, show_default=True, help="Decode steps to measure in each run.")
+@click.option("--repeat", default=3, show_default=True, help="Runs of each size and cache, after one to warm up.")
+@click.option(
+    "--kv-cache-dtype", "caches", default="exact,kvarn", show_default=True, metavar="NAME,...", help="exact or presets."
+)
+@click.option("--backend", default="auto", show_default=True, help="auto, mlx or triton (torch).")
+@click.option("--prefill-chunk", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("--dtype", default="auto", show_default=True, help="auto, float32, float16 or bfloat16.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Also draw an SVG into this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def bench(
+    model: str,
+    contexts: str,
+    batch: str,
+    tokens: int,
+    repeat: int,
+    caches: str,
+    plot: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """How fast MODEL reads prompts and decodes, by context and batch, exact against KVarN; and the bytes each holds.
+
+    All caches are measured in turns, in one process over the same weights. The disk cache takes no part.
+    """
+    from kvarn.serve.bench import BenchOptions
+    from kvarn.serve.bench import bench as run_bench
+
+    asked = BenchOptions(
+        caches=tuple(name.strip() for name in caches.split(",")),
+        contexts=_numbers("--contexts", contexts),
+        batches=_numbers("--batch", batch),
+        tokens=tokens,
+        repeat=repeat,
+        plot=plot,
+    )
+    run_bench(_model(model, {**options, "kv_cache_dtype": asked.caches[0]}), asked, as_json=as_json)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """`1,4` -> (1, 4)."""
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise UsageError(f"{option} {text!r} is not a list of whole numbers; write them like 1,4") from None
+
+
 @main.group()
 def cache() -> None:
     """The disk cache: what it holds, why a prompt hits or misses, check it, shrink it."""
