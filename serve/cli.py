@@ -260,6 +260,7 @@ def ppl(model: str, file: Path, against: str | None, max_tokens: int | None, as_
 @click.option("--memory", metavar="SIZE", help="Memory to plan for, like 24GiB; default: what is free here.")
 @click.option("--max-num-seqs", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, float16 or bfloat16.")
+@click.option("--rope-scaling", metavar="KIND:FACTOR", help="linear:4, yarn:4, llama3:8, none, or JSON.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def estimate(
     model: str,
@@ -268,19 +269,22 @@ def estimate(
     memory: str | None,
     max_num_seqs: int,
     dtype: str,
+    rope_scaling: str | None,
     as_json: bool,
 ) -> None:
     """What MODEL takes and what fits, with this cache and with an exact one; nothing is loaded."""
     from kvarn.serve.estimate import estimate as run_estimate
     from kvarn.serve.estimate import parse_bytes
 
+    options = ModelOptions(model=model, kv_cache_dtype=kv_cache_dtype, rope_scaling=rope_scaling)
     run_estimate(
         model,
-        ModelOptions(model=model, kv_cache_dtype=kv_cache_dtype).preset,
+        options.preset,
         memory=None if memory is None else parse_bytes(memory),
         context=ctx_size,
         max_sequences=max_num_seqs,
         dtype=dtype,
+        rope=options.rope,
         as_json=as_json,
     )
 

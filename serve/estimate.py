@@ -8,6 +8,7 @@ from typing import Any
 import click
 import psutil
 
+from kvarn import rope_scaling
 from kvarn.backend import ModelInfo
 from kvarn.capacity import holding, plan_serving, pool_size
 from kvarn.checkpoint import check_files, weight_bytes
@@ -36,6 +37,7 @@ def estimate(
     context: int | None,
     max_sequences: int,
     dtype: str,
+    rope: dict[str, Any] | None,
     as_json: bool,
 ) -> None:
     """Print the sizes for one model under one cache dtype, beside the exact cache."""
@@ -47,18 +49,28 @@ def estimate(
         context=context,
         max_sequences=max_sequences,
         dtype=dtype,
+        rope=rope,
     )
     click.echo(json.dumps(report) if as_json else _lines(report))
 
 
 def estimate_folder(
-    folder: Path, preset: Preset | None, *, memory: int, context: int | None, max_sequences: int, dtype: str
+    folder: Path,
+    preset: Preset | None,
+    *,
+    memory: int,
+    context: int | None,
+    max_sequences: int,
+    dtype: str,
+    rope: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """The figures: weights, bytes per token, and the pools for `preset` and for `exact`."""
+    """The figures: weights, bytes per token, and the pools for `preset` and for `exact`. rope: an override."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    if rope is not None:
+        config = rope_scaling.apply(config, rope)
     dtype = _dtype(dtype, config)
     itemsize = 4 if dtype == "float32" else 2
     weights = weight_bytes(check_files(folder), itemsize)

@@ -43,6 +43,16 @@ def test_what_does_not_fit_says_why(demo_dir: Path) -> None:
     assert "does not fit" in result.stdout
 
 
+def test_a_longer_rope_means_a_longer_context(demo_dir: Path) -> None:
+    plain, scaled = estimate(demo_dir), estimate(demo_dir, "--rope-scaling", "yarn:4")
+    for one, four in zip(plain["caches"], scaled["caches"], strict=True):  # type: ignore[call-overload]
+        assert four["model_context"] == 4 * one["model_context"]
+        assert four["bytes_per_token"] == one["bytes_per_token"]
+    result = CliRunner().invoke(main, ["estimate", str(demo_dir), "--rope-scaling", "yarn"])
+    assert result.exit_code == 2
+    assert "yarn:FACTOR" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"), [("1000", 1000), ("24GiB", 24 << 30), ("1.5 G", 3 << 29), ("512m", 512 << 20), ("2TB", 2 << 40)]
 )
