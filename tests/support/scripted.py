@@ -42,24 +42,38 @@ class Scripted(FakeBackend):
     Under a constraint that forbids the next token it ends, or says what may bring it to an end.
     """
 
-    def __init__(self, preset: Preset, tokenizer: Tokenizer, script: Script, *marks: str) -> None:
+    def __init__(self, preset: Preset, tokenizer: Tokenizer, script: Script, *marks: str, **fields: Any) -> None:
         end = tokenizer.eos_token_id
         assert end is not None
-        super().__init__(preset, eos=(end,), vocab_size=len(tokenizer._inner))
+        super().__init__(preset, eos=(end,), vocab_size=len(tokenizer._inner), **fields)
         self.script = script
-        self._marks = marks or (MARK,)
+        self._marks = [tokenizer.encode_more(mark) for mark in marks or (MARK,)]
         self._end = end
+        self._answers: dict[tuple[int, ...], list[int]] = {}
         self._closing = tokenizer.encode_more('"}])')
         self._tokenizer = tokenizer
 
+    def _answer(self, prompt: tuple[int, ...], *, begins: bool) -> list[int]:
+        if begins or prompt not in self._answers:
+            text = self.script(self._tokenizer.spell(prompt))
+            self._answers[prompt] = [*self._tokenizer.encode_more(text), self._end]
+        return self._answers[prompt]
+
     def choose(self, history: Sequence[int], allowed: bytes | None) -> int:
         """See FakeBackend."""
-        text = self._tokenizer.spell(history)
-        place = max(text.rindex(mark) + len(mark) for mark in self._marks if mark in text)
-        said = self._tokenizer.encode_more(text[place:])
-        answer = [*self._tokenizer.encode_more(self.script(text[:place])), self._end]
+        place = max(_after_last(history, mark) for mark in self._marks)
+        said = list(history[place:])
+        answer = self._answer(tuple(history[:place]), begins=not said)
         token = answer[len(said)] if said == answer[: len(said)] else self._end
         if allowed is None:
             return token
         own = [t for t in range(len(allowed) * 8) if allowed[t // 8] >> t % 8 & 1]
         return next(t for t in (token, self._end, *self._closing, *own) if t in own)
+
+
+def _after_last(tokens: Sequence[int], mark: Sequence[int]) -> int:
+    """The place after the last occurrence of a mark; 0 without one."""
+    for end in range(len(tokens), len(mark) - 1, -1):
+        if list(tokens[end - len(mark) : end]) == list(mark):
+            return end
+    return 0

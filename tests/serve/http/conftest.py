@@ -202,14 +202,16 @@ def running(
     thread.start()
     assert started.wait(10)
     service = made["service"]
-    with httpx.Client(base_url=url, trust_env=False, timeout=20) as http:
-        yield Running(url, http, service, backend, engine, made["loop"])
+    try:
+        with httpx.Client(base_url=url, trust_env=False, timeout=20) as http:
+            yield Running(url, http, service, backend, engine, made["loop"])
+    finally:  # also when a test has failed: else its server would outlive it, and the whole run
         backend.open_gate()
-    made["server"].should_exit = True
-    thread.join(10)
+        made["server"].should_exit = True
+        thread.join(10)
+        stopped = service.served is None or service.served.runner.shutdown(drain=False, timeout=10)
     assert not thread.is_alive()
-    if service.served is not None:
-        assert service.served.runner.shutdown(drain=False, timeout=10)
+    assert stopped
 
 
 @pytest.fixture(scope="session")
