@@ -551,7 +551,7 @@ def test_an_answer_that_breaks_off_keeps_its_half_and_says_why(visit: Visitor, b
     expect(answer.locator("strong")).to_have_text("hi")
 
 
-def test_a_server_that_still_loads_is_waited_for(browser: Browser, serve: Any, chatty: Any) -> None:
+def test_a_server_that_still_loads_is_waited_for(browser: Browser, serve: Any, server: Any) -> None:
     with serve(ready=False) as own, visiting(browser, own.url) as visitor:
         page = visitor.page
         page.goto(own.url)
@@ -562,6 +562,13 @@ def test_a_server_that_still_loads_is_waited_for(browser: Browser, serve: Any, c
         page.get_by_label("Message", exact=True).press("Enter")
         expect(page.get_by_label("Message", exact=True)).to_have_value("hi")
         expect(page.get_by_role("article")).to_have_count(0)
+        tokenizer = server.service.served.tokenizer
+        own.on_loop(lambda: own.service.open(own.engine, tokenizer, ("org/late",)))
+        expect(page.locator("#model")).to_contain_text("org/late · 1024 tokens of context")
+        page.get_by_label("Message", exact=True).press("Enter")
+        expect(answers(page).locator(".figures")).to_contain_text("token")
+        page.keyboard.press("Escape")
+        expect(answers(page)).to_have_attribute("aria-busy", "false")
 
 
 def test_the_key_is_asked_for_and_kept_by_this_tab_only(browser: Browser, serve: Any, script: Any) -> None:
