@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvarn import __version__
 from kvarn.capacity import holding
 from kvarn.serve.http import errors, page
-from kvarn.serve.http.chat import chat
+from kvarn.serve.http.chat import chat, tools_of
 from kvarn.serve.http.completions import completions
 from kvarn.serve.http.conversation import Conversation, encode_conversation
 from kvarn.serve.http.messages import count_tokens, messages
@@ -84,7 +84,9 @@ def _routes(service: Service) -> FastAPI:
         if body.model is not None:
             check_model(served, body.model)
         if body.messages is not None:
-            conversation = Conversation(messages=[message.for_template for message in body.messages])
+            conversation = Conversation(
+                messages=[message.for_template for message in body.messages], tools=tools_of(body.tools)
+            )
             tokens = await encode_conversation(served, conversation)
         else:
             text = body.prompt or ""

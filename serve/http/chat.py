@@ -15,6 +15,7 @@ from kvarn.serve.http.params import check_model
 from kvarn.serve.http.parts import CallArguments, CallStart, Part, Text, Thought
 from kvarn.serve.http.schema import ChatBody
 from kvarn.serve.http.service import Service
+from kvarn.serve.http.tool_schema import ToolBody
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,19 +95,24 @@ def _entry(text: bytes, logprob: float) -> dict[str, Any]:
     return {"token": text.decode(errors="replace"), "logprob": logprob, "bytes": list(text)}
 
 
+def tools_of(tools: Sequence[ToolBody]) -> list[Tool]:
+    """The tools of a body in the form that all endpoints share."""
+    return [
+        Tool(
+            name=tool.function.name,
+            description=tool.function.description,
+            parameters=tool.function.parameters,
+            strict=tool.function.strict,
+        )
+        for tool in tools
+    ]
+
+
 def _conversation(body: ChatBody) -> Conversation:
     choice = body.tool_choice
     return Conversation(
         messages=[message.for_template for message in body.messages],
-        tools=[
-            Tool(
-                name=tool.function.name,
-                description=tool.function.description,
-                parameters=tool.function.parameters,
-                strict=tool.function.strict,
-            )
-            for tool in body.tools
-        ],
+        tools=tools_of(body.tools),
         tool_choice=Named(choice.removeprefix("=")) if choice.startswith("=") else cast(ToolChoice, choice),
         parallel=body.parallel_tool_calls,
         thinking=Thinking(effort=body.reasoning_effort, variables=body.chat_template_kwargs),

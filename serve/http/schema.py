@@ -358,14 +358,17 @@ class CompletionBody(Generation):
 
 
 class TokenizeBody(Strict):
-    """POST /tokenize: a text, or a conversation in the model's chat template."""
+    """POST /tokenize: a text, or a conversation in the model's chat template, maybe with tools."""
 
     model: Text | None = None
     prompt: Text | None = None
     messages: list[Message] | None = Field(None, min_length=1)
+    tools: list[ToolBody] = Field(default_factory=list, max_length=MAX_TOOLS)
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise fault("prompt", "send one of prompt and messages")
+        if self.tools and self.messages is None:
+            raise fault("tools", "tools go with messages; leave them out")
         return self

@@ -12,6 +12,7 @@ from scripted import MARK, Scripted
 
 from kvarn.engine import Engine, EngineConfig
 from kvarn.format import Preset
+from kvarn.serve.loading import ModelOptions, load
 from kvarn.serve.tokenizer import Tokenizer
 
 TURNS = 40
@@ -91,3 +92,32 @@ def test_forty_turns_of_calls_reuse_all_that_was_said(form: str, serve: Any, dem
                 {"role": "tool", "tool_call_id": call.id, "content": result(turn)} for call in message.tool_calls or ()
             ]
         assert before > 6000
+
+
+def test_the_demo_model_calls_and_goes_on_from_its_cache(serve: Any, demo_dir: Path) -> None:
+    loaded = load(ModelOptions(model=str(demo_dir), dtype="float32", device="cpu", backend="triton"))
+    engine = Engine(loaded.backend, EngineConfig(context=1024, max_sequences=2, blocks=12, slots=6))
+    city = {"type": "string", "enum": ["Rome", "Oslo", "Lima"]}
+    parameters = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    with (
+        serve(ready=False) as own,
+        httpx.Client(trust_env=False, timeout=60) as http,
+        openai.OpenAI(base_url=f"{own.url}/v1", api_key="x", max_retries=0, http_client=http) as client,
+    ):
+        own.on_loop(lambda: own.service.open(engine, loaded.tokenizer, ("demo",)))
+        messages: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
+        before = 0
+        for _ in range(3):
+            fields: Any = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
+            got = client.chat.completions.create(model="demo", messages=messages, **fields)
+            assert got.usage is not None
+            assert got.usage.prompt_tokens_details is not None
+            assert got.usage.prompt_tokens_details.cached_tokens == before // TILE * TILE
+            before = got.usage.total_tokens
+            (call,) = got.choices[0].message.tool_calls or ()
+            assert call.function.name == "weather"
+            assert json.loads(call.function.arguments)["city"] in city["enum"]
+            messages.append(got.choices[0].message)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "Sunny, 20 degrees. " * 12})
+        assert before > 2 * TILE

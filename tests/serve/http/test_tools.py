@@ -269,6 +269,15 @@ def test_a_schema_that_cannot_be_met_is_refused_before_anything_runs(model: Mode
     assert ask(tools=[{"type": "function", "function": bad | {"strict": False}}]).choices[0].message.content == "Fine."
 
 
+def test_tokens_are_counted_with_the_tools(model: Model, ask: Ask) -> None:
+    model.says = "Ok."
+    http = ask.own.http  # type: ignore[attr-defined]
+    tools = [LOOK, WAIT]
+    count = http.post("/tokenize", json={"messages": HI, "tools": tools}).json()["count"]
+    assert count == ask().usage.prompt_tokens > http.post("/tokenize", json={"messages": HI}).json()["count"]
+    assert http.post("/tokenize", json={"prompt": "x", "tools": tools}).status_code == 400
+
+
 def test_calls_without_their_results_are_refused(model: Model, ask: Ask) -> None:
     calls = [{"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
     with pytest.raises(openai.BadRequestError, match="results"):
