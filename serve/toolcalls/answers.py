@@ -7,7 +7,7 @@ from kvarn.serve.http.parts import Part, Text, Thought
 from kvarn.serve.toolcalls.calls import Calls
 from kvarn.serve.toolcalls.readers import read_calls
 from kvarn.serve.toolcalls.scan import Mismatch, Reading, Source, drive
-from kvarn.serve.toolcalls.syntax import CallSyntax, NamedCalls, TaggedCalls, ThoughtMarks, triggers
+from kvarn.serve.toolcalls.syntax import CallSyntax, JsonCalls, PythonCalls, ThoughtMarks, triggers
 
 
 class AnswerReader:
@@ -89,7 +89,7 @@ class AnswerReader:
     def _read_bare(self, syntax: CallSyntax, start: int) -> Reading[bool]:
         """Calls without a first mark; False if there are none here."""
         source, count = self._source, self._calls.count
-        if isinstance(syntax, NamedCalls | TaggedCalls) or not syntax.bare:
+        if not isinstance(syntax, JsonCalls | PythonCalls) or not syntax.bare:
             return False
         source.at = start
         try:

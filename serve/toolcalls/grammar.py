@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kvarn.errors import UsageError
 from kvarn.serve.schemas import check_schema
@@ -13,6 +13,7 @@ from kvarn.serve.toolcalls.syntax import (
     JsonCalls,
     NamedCalls,
     PythonCalls,
+    QuotedCalls,
     TaggedCalls,
     ThoughtMarks,
     triggers,
@@ -114,7 +115,9 @@ class _Rules:
 
 
 def _rules(syntax: CallSyntax, functions: Sequence[Signature], marks: Marks, several: bool) -> _Rules:
-    made = {JsonCalls: _json, NamedCalls: _named, TaggedCalls: _tagged, PythonCalls: _python}[type(syntax)]
+    made = {JsonCalls: _json, NamedCalls: _named, TaggedCalls: _tagged, QuotedCalls: _quoted, PythonCalls: _python}[
+        type(syntax)
+    ]
     rules: _Rules = made(syntax, functions, marks, several)  # type: ignore[operator]
     return rules
 
@@ -167,8 +170,17 @@ def _tagged(syntax: TaggedCalls, functions: Sequence[Signature], marks: Marks, s
     for i, f in enumerate(functions):
         fields = []
         for j, (key, required, schema) in enumerate(_fields(f)):
-            open_key = f"{_SPACE} {marks.word(syntax.key_open + key + syntax.key_end)}"
-            below += f"field{i}x{j}: {open_key} {_tagged_value(schema, f, syntax, marks)}\n"
+            kind = _kind(schema, f)
+            attribute = syntax.typed
+            if kind == "text":
+                value = "free"
+            elif kind == "other":
+                value = f"{_value_rule(schema, f)} {marks.word(syntax.value_end)}"
+                attribute = attribute.replace("true", "false")
+            else:
+                value = f"{_choices(kind)} {marks.word(syntax.value_end)}"
+            head = f"{_SPACE} {marks.word(syntax.key_open + key + syntax.key_end + attribute)}"
+            below += f"field{i}x{j}: {head} {value}\n"
             fields.append(f"field{i}x{j}" + ("" if required else "?"))
         bodies.append(f"{marks.word(f.name + syntax.name_end)} {' '.join(fields)} {_SPACE} {marks.word(syntax.close)}")
     opening = marks.word(syntax.open)
@@ -182,28 +194,66 @@ def _tagged(syntax: TaggedCalls, functions: Sequence[Signature], marks: Marks, s
 _TEXT_LIMITS = ("pattern", "format", "minLength", "maxLength")
 
 
-def _tagged_value(schema: Mapping[str, Any], function: Signature, syntax: TaggedCalls, marks: Marks) -> str:
-    """A value and its mark: a string as it stands, anything else as JSON."""
-    end = marks.word(syntax.value_end)
+def _kind(schema: Mapping[str, Any], function: Signature) -> tuple[str, ...] | Literal["text", "other"]:
+    """What a value is, where strings stand without quotes: one of some strings, any string, or something else.
+
+    UsageError where a strict function needs to know more.
+    """
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(choices, list) and choices and all(isinstance(x, str) for x in choices):
-        return f"({' | '.join(literal(x) for x in choices)}) {end}"
-    if schema.get("type") == "string":
-        limit = next((name for name in _TEXT_LIMITS if name in schema), None)
-        if limit is not None and function.strict:
-            raise UsageError(
-                f"the arguments of {function.name!r} cannot be enforced: this model writes strings without quotes, and "
-                f"the JSON schema's keyword {limit!r} is not supported there; leave it out, or strict"
-            )
-        return "free"
-    if "type" not in schema or "string" in schema["type"]:
-        if function.strict:
-            raise UsageError(
-                f"the arguments of {function.name!r} cannot be enforced: this model writes strings without quotes, so "
-                "every property needs one type in the JSON schema; give it, or leave out strict"
-            )
-        return "free"
-    return f"{_value_rule(schema, function)} {end}"
+        return tuple(choices)
+    types = schema.get("type", ["string"])
+    if "string" not in types:
+        return "other"
+    fault = next((f"the JSON schema's keyword {name!r}" for name in _TEXT_LIMITS if name in schema), None)
+    if schema.get("type") != "string":
+        fault = "a property of no type, or of several,"
+    if fault is not None and function.strict:
+        raise UsageError(
+            f"the arguments of {function.name!r} cannot be enforced: this model writes strings without JSON's "
+            f"quotes, and {fault} is not supported there; leave it out, or strict"
+        )
+    return "text"
+
+
+def _choices(values: Sequence[str]) -> str:
+    return f"({' | '.join(literal(x) for x in values)})"
+
+
+def _quoted(syntax: QuotedCalls, functions: Sequence[Signature], marks: Marks, several: bool) -> _Rules:
+    quote, below, bodies = marks.word(syntax.quote), marks.until("free", syntax.quote) + _QUOTED_VALUES, []
+    below += f"text: {quote} free\n"
+    for i, f in enumerate(functions):
+        fields = []
+        for j, (key, required, schema) in enumerate(sorted(_fields(f), key=lambda field: field[0].lower())):
+            kind = _kind(schema, f)
+            if isinstance(kind, tuple):
+                value = f"{quote} {_choices(kind)} {quote}"
+            elif kind == "text":
+                value = "text"
+            elif schema.get("type") in ("integer", "number", "boolean", "null"):
+                value = _value_rule(schema, f)
+            elif f.strict:
+                raise UsageError(
+                    f"the arguments of {f.name!r} cannot be enforced: in this model's own notation only strings, "
+                    f"numbers and booleans can, and {key!r} is something else; leave out strict"
+                )
+            else:
+                value = "value"
+            below += f"field{i}x{j}: {literal(key + ':')} value{i}x{j}\nvalue{i}x{j}: {value}\n"
+            fields.append((f"field{i}x{j}", required))
+        bodies.append(f'{marks.word(f.name)} "{{" {_with_commas(fields, ",")} "}}" {marks.word(syntax.close)}')
+    more = f"({marks.word(syntax.open)} one)*" if several else ""
+    return _Rules(mark=syntax.open, begin="", rest=f"one {more}", below=below + _one_of("one", bodies))
+
+
+_QUOTED_VALUES = """\
+value: text | number | "true" | "false" | "null" | list | object
+number: %json {"type": "number"}
+list: "[" (value ("," value)*)? "]"
+object: "{" (key ":" value ("," key ":" value)*)? "}"
+key: /[A-Za-z_][A-Za-z0-9_-]*/
+"""
 
 
 def _python(syntax: PythonCalls, functions: Sequence[Signature], marks: Marks, several: bool) -> _Rules:
@@ -222,7 +272,7 @@ def _python(syntax: PythonCalls, functions: Sequence[Signature], marks: Marks, s
     return _Rules(mark=syntax.begin, begin="", rest=rest, below=below)
 
 
-def _with_commas(fields: Sequence[tuple[str, bool]]) -> str:
+def _with_commas(fields: Sequence[tuple[str, bool]], comma: str = ", ") -> str:
     """Fields in order (name, required), with commas between those that are there."""
     after = ""  # what may follow a field
     choices: list[str] = []  # all that may come, by the field that it begins with
@@ -231,7 +281,7 @@ def _with_commas(fields: Sequence[tuple[str, bool]]) -> str:
         one = f"{name} {after}".strip()
         choices = [one] if required else [one, *choices]
         may_be_none = may_be_none and not required
-        after = f'(", " {name}){"" if required else "?"} {after}'
+        after = f"({literal(comma)} {name}){'' if required else '?'} {after}"
     if not choices:
         return ""
     return f"({' | '.join(choices)})" + ("?" if may_be_none else "")

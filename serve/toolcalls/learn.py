@@ -9,7 +9,15 @@ from typing import Any, Protocol
 
 from kvarn.errors import UsageError
 from kvarn.serve.toolcalls import harmony
-from kvarn.serve.toolcalls.syntax import CallSyntax, JsonCalls, NamedCalls, PythonCalls, TaggedCalls, ThoughtMarks
+from kvarn.serve.toolcalls.syntax import (
+    CallSyntax,
+    JsonCalls,
+    NamedCalls,
+    PythonCalls,
+    QuotedCalls,
+    TaggedCalls,
+    ThoughtMarks,
+)
 
 FALLBACK = JsonCalls(begin="<tool_call>\n", end="\n</tool_call>", lead="\n")
 """How a model is asked to write calls whose template knows no tools."""
@@ -24,6 +32,7 @@ _THOUGHTS = (
 )
 _USER, _SAY, _RESULT = "kvarnuser", "kvarnsay", "kvarnresult"
 _NAMES, _KEYS, _VALUES = ("kvarnfa", "kvarnfb"), ("kvarnka", "kvarnkb"), ("kvarnva", "kvarnvb")
+_PAIRS = tuple(zip(_KEYS, _VALUES, strict=True))
 _IDS = ("kvarnida0", "kvarnidb0")  # nine letters and digits, which every template takes
 _CHUNK = re.compile(r"<[^<>]*>?|\[[^\[\]]*\]?|\s+|[^<\[\s]+")
 
@@ -203,17 +212,33 @@ def _syntax(template: Template, way: _Way) -> CallSyntax | None:
     both = _region(two, plain, end) if two is not None else region
     if _NAMES[1] not in both:
         both = region
-    return _json(region, lead, template.template) or _python(region, lead) or _named(both, lead) or _tagged(both, lead)
+    return (
+        _json(region, lead, template.template)
+        or _quoted(region, lead)
+        or _python(region, lead)
+        or _named(both, lead)
+        or _tagged(both, lead)
+    )
 
 
 def _region(rendered: str, plain: str, end: str) -> str:
     """The calls alone: without the text before them, and without the end of the turn."""
     same = next((i for i, (a, b) in enumerate(zip(rendered, plain, strict=False)) if a != b), 0)
-    text = rendered[same:]
-    for tail in (end, end.rstrip(), end.lstrip(), end.strip()):
-        if tail and text.endswith(tail):
-            return text.removesuffix(tail)
-    return text
+    for chunk in _CHUNK.finditer(rendered):
+        if chunk.start() < same < chunk.end() and chunk[0][0] == "<":
+            same = chunk.start()  # another tag that begins alike
+    own, tail = _CHUNK.findall(rendered[same:]), _CHUNK.findall(end)
+    left = len(own)
+    while tail and left:
+        if own[left - 1].isspace():
+            left -= 1
+        elif tail[-1].isspace():
+            tail.pop()
+        elif own[left - 1] == tail.pop():
+            left -= 1
+        else:
+            break
+    return "".join(own[:left])
 
 
 def _objects(text: str) -> list[tuple[int, int, dict[str, Any]]]:
@@ -238,7 +263,8 @@ def _json(region: str, lead: str, source: str) -> CallSyntax | None:
             return None  # given as text, and written as JSON once more; another way is right
         listed = region[:start].rstrip().endswith("[")
         begin = region[:start].rstrip().removesuffix("[") if listed else region[:start]
-        close = region[end:].rstrip().removeprefix("]")
+        close = region[end:].rstrip()
+        close = close.lstrip().removeprefix("]") if listed else close
         bare = not begin.strip()
         if bare:
             begin = "<|python_tag|>" if "<|python_tag|>" in source else ""
@@ -246,6 +272,14 @@ def _json(region: str, lead: str, source: str) -> CallSyntax | None:
             begin=begin.lstrip(), end=close, lead=lead, bare=bare, listed=listed, name=name, arguments=arguments
         )
     return None
+
+
+def _quoted(region: str, lead: str) -> CallSyntax | None:
+    quoted = "".join(rf",?\s*{key}:(?P<q{i}><[^<>]+>){value}(?P=q{i})" for i, (key, value) in enumerate(_PAIRS))
+    found = re.fullmatch(rf"\s*(\S.*?){_NAMES[0]}\s*\{{{quoted}\s*\}}(<[^<>]+>).*", region, re.DOTALL)
+    if found is None:
+        return None
+    return QuotedCalls(open=found[1], quote=found["q0"], close=found[4], lead=lead)
 
 
 def _python(region: str, lead: str) -> CallSyntax | None:
@@ -268,7 +302,7 @@ def _named(region: str, lead: str) -> CallSyntax | None:
     separator, _, id_end = separator.partition(_IDS[0])
     between = region[spans[0][1] : places[1]] if len(places) > 1 else None
     wrap, opening, close, unwrap = _frame(prefix, between, suffix)
-    if not opening.strip():
+    if not opening.strip() or separator.rstrip().endswith("{"):
         return None
     return NamedCalls(
         wrap=wrap, open=opening, separator=separator, id_end=id_end, close=close, unwrap=unwrap, lead=lead
@@ -289,6 +323,8 @@ def _tagged(region: str, lead: str) -> CallSyntax | None:
     name_end = head[: len(head) - len(key_open)]
     if not key_open.strip() or not value_end.strip() or not key_end.strip():
         return None
+    quote, _, attribute = key_end.partition(" ")
+    typed = f" {attribute}" if quote in ('"', "'") and attribute.endswith(f"{quote}true{quote}>") else ""
     between = region[ends[4] : second].removeprefix(value_end) if second >= 0 else None
     wrap, opening, close, unwrap = _frame(region[: places[0]], between, rest.removeprefix(value_end))
     if not opening.strip() or not close.strip():
@@ -298,11 +334,12 @@ def _tagged(region: str, lead: str) -> CallSyntax | None:
         open=opening,
         name_end=name_end,
         key_open=key_open.strip(),
-        key_end=key_end,
+        key_end=quote if typed else key_end,
         value_end=value_end.rstrip(),
         close=close.strip(),
         unwrap=unwrap,
         lead=lead,
+        typed=typed,
     )
 
 

@@ -3,14 +3,16 @@
 A reader raises Mismatch where the text is no call after all; what it has read since the last call is text then.
 """
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from kvarn.serve.toolcalls.calls import MAX_NAME, Calls
 from kvarn.serve.toolcalls.python_calls import read_python
-from kvarn.serve.toolcalls.scan import Mismatch, Reading, Source
-from kvarn.serve.toolcalls.syntax import CallSyntax, JsonCalls, NamedCalls, PythonCalls, TaggedCalls
+from kvarn.serve.toolcalls.quoted_calls import read_quoted
+from kvarn.serve.toolcalls.scan import Mismatch, Reading, Source, after_space, close, drop_half
+from kvarn.serve.toolcalls.syntax import CallSyntax, JsonCalls, NamedCalls, PythonCalls, QuotedCalls, TaggedCalls
 
 
 def read_calls(source: Source, calls: Calls, syntax: CallSyntax, *, bare: bool = False) -> Reading[None]:
@@ -22,6 +24,8 @@ def read_calls(source: Source, calls: Calls, syntax: CallSyntax, *, bare: bool =
             return read_named(source, calls, syntax)
         case TaggedCalls():
             return read_tagged(source, calls, syntax)
+        case QuotedCalls():
+            return read_quoted(source, calls, syntax)
         case PythonCalls():
             return read_python(source, calls, syntax, bare=bare)
 
@@ -39,12 +43,12 @@ def read_json(source: Source, calls: Calls, syntax: JsonCalls, *, bare: bool) ->
         yield from source.skip_space()
         yield from _read_object(source, calls, syntax, bare=bare)
         source.forget()
-        if not (yield from _after_space(source, "," if in_list else ";")):
+        if not (yield from after_space(source, "," if in_list else ";")):
             break
     if in_list:
-        yield from _close(source, "]")
+        yield from close(source, "]")
     if syntax.end:
-        yield from _close(source, syntax.end)
+        yield from close(source, syntax.end)
     source.forget()
 
 
@@ -81,9 +85,9 @@ def _read_fields(source: Source, calls: Calls, syntax: JsonCalls, bare: bool) ->
                 yield from source.skim()
         else:
             yield from source.skim()
-        if not (yield from _after_space(source, ",")):
+        if not (yield from after_space(source, ",")):
             break
-    closed = yield from _after_space(source, "}")
+    closed = yield from after_space(source, "}")
     if not started:
         if name is None or not closed:
             raise Mismatch
@@ -127,31 +131,6 @@ def _decoded(string: str) -> str:
         raise Mismatch from None
 
 
-def _after_space(source: Source, literal: str) -> Reading[bool]:
-    """Go past white space and `literal`, or nowhere."""
-    start = source.at
-    yield from source.skip_space()
-    if (yield from source.accept(literal)):
-        return True
-    source.at = start
-    return False
-
-
-def _close(source: Source, literal: str) -> Reading[None]:
-    """Go past white space and `literal`, or what there is of it where the text ends, or nowhere."""
-    if not (yield from _after_space(source, literal)):
-        _drop_half(source, literal)
-
-
-def _drop_half(source: Source, *literals: str) -> bool:
-    """Go past the beginning of one of the marks at the end of the whole text; False if there is none."""
-    rest = "".join(source.rest.split())
-    found = source.ended and any("".join(literal.split()).startswith(rest) for literal in literals)
-    if found:
-        source.at = len(source.text)
-    return found
-
-
 # A name, then JSON.
 
 
@@ -170,12 +149,12 @@ def read_named(source: Source, calls: Calls, syntax: NamedCalls) -> Reading[None
         elif (yield from source.need()):
             calls.arguments("{}")
         if syntax.close:
-            yield from _close(source, syntax.close)
+            yield from close(source, syntax.close)
         source.forget()
-        if not (yield from _after_space(source, syntax.open)):
+        if not (yield from after_space(source, syntax.open)):
             break
     if syntax.unwrap:
-        yield from _close(source, syntax.unwrap)
+        yield from close(source, syntax.unwrap)
     source.forget()
 
 
@@ -218,25 +197,28 @@ def read_tagged(source: Source, calls: Calls, syntax: TaggedCalls) -> Reading[No
         source.forget()
         yield from _read_tags(source, calls, syntax, calls.functions.get(name, {}))
         source.forget()
-        if not (yield from _after_space(source, syntax.open)):
+        if not (yield from after_space(source, syntax.open)):
             break
     if syntax.unwrap:
-        yield from _close(source, syntax.unwrap)
+        yield from close(source, syntax.unwrap)
     source.forget()
 
 
 def _read_tags(source: Source, calls: Calls, syntax: TaggedCalls, schema: Mapping[str, Any]) -> Reading[None]:
     before = "{"
-    while (yield from _after_space(source, syntax.key_open)):
+    while (yield from after_space(source, syntax.key_open)):
         key = yield from _read_key(source, syntax.key_end.strip())
         if key is None:
             return
         calls.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
         before = ", "
-        if not (yield from _read_value(source, calls, syntax, _types(schema, key))):
+        types = _types(schema, key)
+        if syntax.typed:
+            types = yield from _read_type(source, types)
+        if not (yield from _read_value(source, calls, syntax, types)):
             return
     yield from source.skip_space()
-    if (yield from source.accept(syntax.close)) or not _drop_half(source, syntax.close, syntax.key_open):
+    if (yield from source.accept(syntax.close)) or not drop_half(source, syntax.close, syntax.key_open):
         calls.arguments("{}" if before == "{" else "}")
 
 
@@ -247,6 +229,15 @@ def _read_key(source: Source, end: str) -> Reading[str | None]:
             return None
         source.at += 1
     return source.text[start : source.at].removesuffix(end).strip()
+
+
+def _read_type(source: Source, types: frozenset[str]) -> Reading[frozenset[str]]:
+    """The rest of a key's tag, which says whether the value is a string."""
+    start = source.at
+    while not (yield from source.accept(">")) and (yield from source.peek()):
+        source.at += 1
+    said = source.text[start : source.at]
+    return frozenset({"string"}) if "true" in said else types - {"string"} if "false" in said else types
 
 
 def _read_value(source: Source, calls: Calls, syntax: TaggedCalls, types: frozenset[str]) -> Reading[bool]:
@@ -314,7 +305,18 @@ def _typed(text: str, types: frozenset[str]) -> str:
     try:
         value = json.loads(bare)
     except ValueError:
-        value = text
+        value = _python_value(bare) if types & {"object", "array"} else text
+        bare = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, str) and (not types or _TYPE_NAMES[type(value)] & types):
         return bare
     return json.dumps(text, ensure_ascii=False)
+
+
+def _python_value(text: str) -> Any:
+    """A list or dict in Python's spelling, as some templates write them; the text itself if it is none."""
+    try:
+        value = ast.literal_eval(text)
+        json.dumps(value)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return text
+    return value if isinstance(value, list | dict) else text

@@ -167,6 +167,31 @@ class Source:
         self.text, self.at = self.text[self.at :], 0
 
 
+def after_space(source: Source, literal: str) -> Reading[bool]:
+    """Go past white space and `literal`, or nowhere."""
+    start = source.at
+    yield from source.skip_space()
+    if (yield from source.accept(literal)):
+        return True
+    source.at = start
+    return False
+
+
+def close(source: Source, literal: str) -> Reading[None]:
+    """Go past white space and `literal`, or what there is of it where the text ends, or nowhere."""
+    if not (yield from after_space(source, literal)):
+        drop_half(source, literal)
+
+
+def drop_half(source: Source, *literals: str) -> bool:
+    """Go past the beginning of one of the marks at the end of the whole text; False if there is none."""
+    rest = "".join(source.rest.split())
+    found = source.ended and any("".join(literal.split()).startswith(rest) for literal in literals)
+    if found:
+        source.at = len(source.text)
+    return found
+
+
 def overlap(text: str, mark: str) -> int:
     """How many characters at the end of `text` begin `mark`, without being all of it."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):

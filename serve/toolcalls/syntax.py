@@ -40,7 +40,8 @@ class NamedCalls:
 class TaggedCalls:
     """`wrap (open NAME name_end (key_open KEY key_end VALUE value_end)* close)* unwrap`.
 
-    Strings stand as they are, other values as JSON. Qwen3-Coder, GLM 4.5, MiniMax M2.
+    Strings stand as they are, other values as JSON. typed: what follows key_end where the value is a string; for others
+    it has false instead of true. Qwen3-Coder, GLM 4.5, MiniMax M2; DeepSeek V3.2.
     """
 
     wrap: str = ""
@@ -51,6 +52,17 @@ class TaggedCalls:
     value_end: str
     close: str
     unwrap: str = ""
+    lead: str = ""
+    typed: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotedCalls:
+    """`open NAME {KEY:VALUE,...} close` in a row: bare keys, sorted, and strings between `quote`s. Gemma 4."""
+
+    open: str
+    quote: str
+    close: str
     lead: str = ""
 
 
@@ -72,7 +84,7 @@ class ThoughtMarks:
     close: str
 
 
-CallSyntax = JsonCalls | NamedCalls | TaggedCalls | PythonCalls
+CallSyntax = JsonCalls | NamedCalls | TaggedCalls | QuotedCalls | PythonCalls
 
 
 def triggers(syntax: CallSyntax) -> tuple[str, ...]:
@@ -82,4 +94,6 @@ def triggers(syntax: CallSyntax) -> tuple[str, ...]:
             texts = [syntax.begin]
         case NamedCalls() | TaggedCalls():
             texts = [syntax.wrap, syntax.open]
+        case QuotedCalls():
+            texts = [syntax.open]
     return tuple(dict.fromkeys(words[0] for text in texts if (words := text.split())))

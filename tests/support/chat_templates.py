@@ -214,6 +214,52 @@ GLM = """\
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking %}{{ '\n<think></think>' }}{% endif %}{% endif %}"""
 
+# DeepSeek V3.2: a tag for each argument, which says whether it is a string.
+DEEPSEEK_TAGS = (
+    _CHATML_TOOLS
+    + """\
+{%- for m in messages %}
+  {%- if m.role == 'tool' %}{{ '<|im_start|>user\n<result>' + m.content + '</result><|im_end|>\n' }}
+  {%- else %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}
+    {%- for call in m.tool_calls %}
+      {%- if loop.first %}{{ '\n\n<｜DSML｜function_calls>\n' }}{% endif %}
+      {{- '<｜DSML｜invoke name="' + call.function.name + '">\n' }}
+      {%- for key, value in call.function.arguments.items() %}
+        {{- '<｜DSML｜parameter name="' + key + '" string="' }}{{ 'true' if value is string else 'false' }}{{ '">' }}
+        {{- value if value is string else value | tojson }}{{ '</｜DSML｜parameter>\n' }}
+      {%- endfor %}{{ '</｜DSML｜invoke>\n' }}
+      {%- if loop.last %}{{ '</｜DSML｜function_calls>' }}{% endif %}
+    {%- endfor %}{{ '<|im_end|>\n' }}
+  {%- endif %}
+{%- endfor %}
+"""
+    + _CHATML_END
+)
+
+# Gemma 4: bare keys, and strings between quotes of its own.
+GEMMA = """\
+{%- macro write(value) -%}
+  {%- if value is string %}{{ '<|"|>' + value + '<|"|>' }}
+  {%- elif value is boolean %}{{ 'true' if value else 'false' }}
+  {%- elif value is none %}null
+  {%- elif value is mapping %}{{ '{' }}
+    {%- for key, inner in value | dictsort %}{{ key + ':' }}{{ write(inner) }}{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}
+  {%- elif value is sequence %}{{ '[' }}
+    {%- for inner in value %}{{ write(inner) }}{% if not loop.last %},{% endif %}{% endfor %}{{ ']' }}
+  {%- else %}{{ value }}{% endif %}
+{%- endmacro -%}
+{{- bos_token }}{% if tools %}<|turn>system
+{{ write(tools) }}<turn|>
+{% endif %}
+{%- for m in messages %}
+  {%- if m.role == 'tool' %}{{ '<|tool_response>response:' + m.name + '{value:' }}{{ write(m.content) }}{{ '}<tool_response|>' }}
+  {%- else %}{{ '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (m.content or '') }}
+    {%- for call in m.tool_calls %}{{ '<|tool_call>call:' + call.function.name }}{{ write(call.function.arguments) }}{{ '<tool_call|>' }}{% endfor %}
+    {{- '<turn|>\n' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn>model\n' }}{% endif %}"""
+
 # Llama 4: Python calls, bare.
 LLAMA4 = """\
 {{- bos_token }}{% if tools %}<|header_start|>system<|header_end|>
@@ -268,6 +314,8 @@ TEMPLATES = {
     "deepseek": DEEPSEEK,
     "qwen_coder": QWEN_CODER,
     "glm": GLM,
+    "deepseek_tags": DEEPSEEK_TAGS,
+    "gemma": GEMMA,
     "llama4": LLAMA4,
 }
 """Those that know tools and say themselves how calls are written."""

@@ -15,7 +15,7 @@ from kvarn.errors import UsageError
 from kvarn.serve.http.parts import CallArguments, CallStart, Text, Thought
 from kvarn.serve.toolcalls.harmony import HarmonyReader
 from kvarn.serve.toolcalls.learn import FALLBACK, ChatFormat, learn
-from kvarn.serve.toolcalls.syntax import JsonCalls, NamedCalls, PythonCalls, TaggedCalls, ThoughtMarks
+from kvarn.serve.toolcalls.syntax import JsonCalls, NamedCalls, PythonCalls, QuotedCalls, TaggedCalls, ThoughtMarks
 
 ALL = {name: TemplateText(text) for name, text in (TEMPLATES | {"plain": PLAIN}).items()}
 FORMS = {name: learn(template) for name, template in ALL.items()}
@@ -110,6 +110,9 @@ def test_an_answer_cut_anywhere_keeps_what_came(name: str) -> None:
         got = collected(read(lambda: reader(form, FUNCTIONS), text[:end]))
         for one, full in zip(got.calls, whole.calls, strict=False):
             assert one.name == full.name
+            if isinstance(form.syntax, QuotedCalls):  # JSON when it is whole, before as it came
+                assert one.arguments == full.arguments or one.arguments in text
+                continue
             half = r"(\\n|\n)?(<[^>]*)?$" if isinstance(form.syntax, TaggedCalls) else "$"  # of a mark in the value
             assert full.arguments.startswith(re.sub(half, "", one.arguments))
         assert bool(got.text) <= (not got.calls), "either the text of half a mark, or half a call"
@@ -199,6 +202,9 @@ def test_a_list_within_one_pair_of_marks() -> None:
         ({"$ref": "#/x"}, "5", 5),
         ({}, "text", "text"),
         ({"type": "array"}, "[1, 2]", [1, 2]),
+        ({"type": "object"}, "{'a': [True, None]}", {"a": [True, None]}),
+        ({"type": "string"}, "{'a': 1}", "{'a': 1}"),
+        ({"type": "object"}, "{open}", "{open}"),
         ({"type": "string"}, "two\n\nlines ", "two\n\nlines "),
     ],
 )
@@ -207,6 +213,29 @@ def test_values_in_tags_have_the_types_of_the_schema(schema: Any, written: str, 
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written}\n</parameter>\n</function>\n</tool_call>"
     parts = read(lambda: reader(form, {"f": {"properties": {"x": schema}}}), text)
     assert calls_of(parts) == [("f", {"x": value})]
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        (
+            '{a:<|"|>x, {y}:[z]<|"|>,b:[1,{c:true,d:null}],e:-2.5}',
+            {"a": "x, {y}:[z]", "b": [1, {"c": True, "d": None}], "e": -2.5},
+        ),
+        ("{}", {}),
+        ('{a: <|"|>"q"\n<|"|>, b : word}', {"a": '"q"\n', "b": "word"}),
+        ('{"a":1}', {"a": 1}),
+    ],
+)
+def test_bare_keys_and_quoted_strings_become_json(written: str, arguments: Any) -> None:
+    parts = every_cut_gives("gemma", f"<|tool_call>call:look{written}<tool_call|>")
+    assert calls_of(parts) == [("look", arguments)]
+
+
+def test_a_key_says_whether_its_value_is_a_string() -> None:
+    one = '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="x" string="{}">5</｜DSML｜parameter>\n</｜DSML｜invoke>'
+    for said_so, value in (("true", "5"), ("false", 5)):
+        assert calls_of(every_cut_gives("deepseek_tags", one.format(said_so))) == [("f", {"x": value})]
 
 
 def test_python_values_become_json() -> None:
@@ -390,5 +419,5 @@ def test_any_arguments_in_json_come_back_whole(arguments: dict[str, Any], cut: i
 
 def test_every_family_is_among_the_templates() -> None:
     kinds = {type(form.syntax) for form in FORMS.values()}
-    assert kinds == {JsonCalls, NamedCalls, TaggedCalls, PythonCalls}
+    assert kinds == {JsonCalls, NamedCalls, TaggedCalls, QuotedCalls, PythonCalls}
     assert FORMS["plain"].syntax is FALLBACK
