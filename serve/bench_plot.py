@@ -77,8 +77,8 @@ def _panel(
         line = " ".join(f"{px:.1f},{middle:.1f}" for px, _, middle, _ in points)
         parts.append(f'<polyline points="{line}" {style}/>')
         for px, low, middle, high in points:
-            parts.append(f'<path d="M{px:.1f} {low:.1f}V{high:.1f}" {style}/>')
-            parts.append(f'<circle cx="{px:.1f}" cy="{middle:.1f}" r="3.5" {style}/>')
+            parts.append(f'<path d="M{px:.1f} {low:.1f}V{high:.1f}" stroke="{_colour(rows, cache)}"/>')
+            parts.append(f'<circle cx="{px:.1f}" cy="{middle:.1f}" r="4" fill="{_colour(rows, cache)}"/>')
     return parts
 
 
@@ -92,12 +92,16 @@ def _first(rows: list[dict[str, Any]], key: str, value: Any) -> int:
     return [row[key] for row in rows].index(value)
 
 
-def _style(rows: list[dict[str, Any]], batch: int, cache: str) -> str:
+def _colour(rows: list[dict[str, Any]], cache: str) -> str:
     caches = list(dict.fromkeys(r["cache"] for r in rows))
+    return _COLOURS[caches.index(cache) % len(_COLOURS)]
+
+
+def _style(rows: list[dict[str, Any]], batch: int, cache: str) -> str:
     batches = sorted({r["batch"] for r in rows})
-    colour = _COLOURS[caches.index(cache) % len(_COLOURS)]
     dash = _DASHES[batches.index(batch) % len(_DASHES)]
-    return f'fill="none" stroke="{colour}" stroke-width="2"' + (f' stroke-dasharray="{dash}"' if dash else "")
+    pattern = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'fill="none" stroke="{_colour(rows, cache)}" stroke-width="2"{pattern}'
 
 
 def _tick(most: float) -> float:
