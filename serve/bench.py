@@ -57,6 +57,8 @@ class BenchOptions:
             raise UsageError("--tokens and --repeat are 1 or more")
         if self.plot is not None and self.plot.suffix != ".svg":
             raise UsageError(f"the plot {self.plot} is no SVG file; give it a name like bench.svg")
+        if self.plot is not None and not self.plot.absolute().parent.is_dir():
+            raise UsageError(f"the folder of the plot {self.plot} does not exist; make it first")
 
     @property
     def presets(self) -> tuple[Preset | None, ...]:
@@ -114,13 +116,13 @@ def bench(model: ModelOptions, options: BenchOptions, *, as_json: bool) -> None:
     if not rows:
         raise CapacityError(f"nothing was measured: {skipped[0]['reason']}")
     report = head | {"route": route, "rows": rows, "skipped": skipped}
+    click.echo(json.dumps(report) if as_json else table(report))
     if options.plot is not None:
         try:
             options.plot.write_text(svg(report), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"the plot {options.plot} cannot be written: {error.strerror}") from error
         say(f"plot: {options.plot}")
-    click.echo(json.dumps(report) if as_json else table(report))
 
 
 def plan_cells(backends: Sequence[Backend], options: BenchOptions, prefill_chunk: int) -> list[Cell]:

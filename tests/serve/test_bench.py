@@ -154,6 +154,7 @@ def test_contexts_are_those_of_the_model() -> None:
         (["--kv-cache-dtype", "exact,kvarn,kvarn_k4v2_g128"], "--kv-cache-dtype names the same value twice"),
         (["--kv-cache-dtype", "exact,"], "unknown"),
         (["--plot", "figures.png"], "figures.png is no SVG file"),
+        (["--plot", "no/such/folder/a.svg"], "the folder of the plot no/such/folder/a.svg does not exist"),
     ],
 )
 def test_bad_options_are_refused_before_the_model_is_loaded(args: list[str], text: str) -> None:
