@@ -55,6 +55,12 @@ class Strict(BaseModel):
         return kept
 
 
+def unreadable(kind: str) -> str:
+    """What the model is told in the place of an image or a file that a tool has given. Refusing it would end an
+    agent's conversation, for agents send the whole of it every time."""
+    return f"[{kind}: it cannot be shown to this model, which reads text only]"
+
+
 def _content(value: Any) -> str:
     """A message's text: a string, or text parts, which are joined by line breaks."""
     if isinstance(value, str):

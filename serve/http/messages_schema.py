@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvarn.serve.http.fields import Strict, Text, fault
+from kvarn.serve.http.fields import Strict, Text, fault, unreadable
 from kvarn.serve.http.schema import JsonAnswer, Stops
 from kvarn.serve.http.tool_schema import MAX_TOOLS, check_function
 
@@ -60,17 +60,27 @@ def _only_text(value: Any) -> Any:
     return value
 
 
+def _text_or_note(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return {"type": "text", "text": unreadable(kind)} if kind in ("image", "document") else value
+
+
 OnlyText = Annotated[TextBlock, BeforeValidator(_only_text)]
 Texts = Annotated[list[OnlyText], Field(max_length=_SIZE), BeforeValidator(_blocks)]
 
 
+Results = Annotated[
+    list[Annotated[OnlyText, BeforeValidator(_text_or_note)]], Field(max_length=_SIZE), BeforeValidator(_blocks)
+]
+
+
 class ToolResultBlock(Strict):
-    """What a call has given."""
+    """What a call has given; a note stands for an image or a document."""
 
     accepted = ("cache_control",)
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Texts = Field(default_factory=list)
+    content: Results = Field(default_factory=list)
     is_error: bool = False
 
 

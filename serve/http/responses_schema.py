@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag, WithJsonSchema, model_validator
 
-from kvarn.serve.http.fields import Strict, Text, fault, whole_unicode
+from kvarn.serve.http.fields import Strict, Text, fault, unreadable, whole_unicode
 from kvarn.serve.http.responses_tools import ResponseChoice, ResponseTool
 from kvarn.serve.http.schema import JsonAnswer
 from kvarn.serve.http.tool_schema import MAX_TOOLS
@@ -46,6 +46,20 @@ Texts = Annotated[
     str, PlainValidator(_texts), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]})
 ]
 
+
+def _with_notes(value: Any) -> Any:
+    """Parts of a call's output, a note for each image and file."""
+    if not isinstance(value, list):
+        return value
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
+    return [
+        {"type": "input_text", "text": unreadable(_UNREAD[kind])} if kind in _UNREAD else part
+        for part, kind in zip(value, kinds, strict=True)
+    ]
+
+
+_UNREAD = {"input_image": "image", "input_file": "file"}
+
 _ITEM_ACCEPTED = ("id", "status", "caller", "created_by", "metadata", "internal_chat_message_metadata_passthrough")
 
 
@@ -81,12 +95,12 @@ class CustomCallItem(Strict):
 
 
 class OutputItem(Strict):
-    """What a call has given."""
+    """What a call has given; a note stands for an image or a file."""
 
     accepted = (*_ITEM_ACCEPTED, "name")
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
-    output: Texts
+    output: Annotated[Texts, BeforeValidator(_with_notes)]
 
 
 class ReasoningItem(Strict):

@@ -219,7 +219,7 @@ def test_calls_and_results_go_back(asking: anthropic.Anthropic, prompts: list[st
         {
             "type": "tool_result",
             "tool_use_id": calls[1].id,
-            "content": [{"type": "text", "text": "no"}],
+            "content": [{"type": "text", "text": "no"}, IMAGE],
             "is_error": True,
         },
     ]
@@ -231,7 +231,8 @@ def test_calls_and_results_go_back(asking: anthropic.Anthropic, prompts: list[st
     told = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}\n{write_call(*CALLS[0])}"
     assert answered.startswith(asked + told)
     assert "<tool_response>\n21 degrees\n</tool_response>" in answered
-    assert "<tool_response>\nError: no\n</tool_response>" in answered
+    note = "[image: it cannot be shown to this model, which reads text only]"
+    assert f"<tool_response>\nError: no\n{note}\n</tool_response>" in answered
     counted = asking.messages.count_tokens(model=MODEL, messages=conversation, tools=[WEATHER])
     assert counted.input_tokens == second.usage.input_tokens + (second.usage.cache_read_input_tokens or 0)
 
@@ -381,7 +382,7 @@ REFUSED = [
         "tool_use",
     ),
     (
-        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{}]}]}]},
         "messages[0].content[0].content[0]",
     ),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),

@@ -229,7 +229,7 @@ def test_calls_thoughts_and_results_go_back(asking: openai.OpenAI, prompts: list
         {
             "type": "function_call_output",
             "call_id": calls[1].call_id,
-            "output": [{"type": "input_text", "text": "snow"}, {"type": "input_text", "text": "ice"}],
+            "output": [{"type": "input_text", "text": "snow"}, {"type": "input_image", "image_url": "data:,"}],
         },
     ]
     second = ask(asking, ASK, *first.output, *results)
@@ -238,7 +238,8 @@ def test_calls_thoughts_and_results_go_back(asking: openai.OpenAI, prompts: list
     told = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}\n{write_call(*CALLS[0])}\n{write_call(*CALLS[1])}<|im_end|>\n"
     assert answered.startswith(asked + told), "the model's own text, for the prefix cache"
     assert "<tool_response>\n21 degrees\n</tool_response>" in answered
-    assert "<tool_response>\nsnow\nice\n</tool_response>" in answered
+    note = "[image: it cannot be shown to this model, which reads text only]"
+    assert f"<tool_response>\nsnow\n{note}\n</tool_response>" in answered
     whole = first.usage.input_tokens + first.usage.output_tokens
     assert second.usage.input_tokens_details.cached_tokens == whole // 64 * 64, "all of the first turn, to the tile"
 
