@@ -8,7 +8,7 @@ class JsonCalls:
     """`begin {"name": …, "arguments": …} end`, or a list of such objects.
 
     bare: the answer itself may be such an object, without `begin` (which may be empty then). listed: one call is a list
-    too. Hermes, Qwen, Granite, Phi-4-mini, Mistral up to 7B v0.3, Llama 3.
+    too. Hermes, Qwen, Granite, Mistral up to 7B v0.3, Llama 3.
     """
 
     begin: str

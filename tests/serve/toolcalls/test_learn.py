@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from chat_templates import (
     DEEPSEEK,
+    DEEPSEEK_TAGS,
+    GEMMA,
     GLM,
     HARMONY,
     HERMES,
@@ -22,7 +24,15 @@ from chat_templates import (
 )
 
 from kvarn.serve.toolcalls.learn import FALLBACK, learn
-from kvarn.serve.toolcalls.syntax import JsonCalls, NamedCalls, PythonCalls, TaggedCalls, ThoughtMarks, triggers
+from kvarn.serve.toolcalls.syntax import (
+    JsonCalls,
+    NamedCalls,
+    PythonCalls,
+    QuotedCalls,
+    TaggedCalls,
+    ThoughtMarks,
+    triggers,
+)
 
 HERMES_CALLS = JsonCalls(begin="<tool_call>\n", end="\n</tool_call>", lead="\n")
 
@@ -69,9 +79,37 @@ HERMES_CALLS = JsonCalls(begin="<tool_call>\n", end="\n</tool_call>", lead="\n")
                 lead="\n",
             ),
         ),
+        (
+            DEEPSEEK_TAGS,
+            TaggedCalls(
+                wrap="<｜DSML｜function_calls>",
+                open='<｜DSML｜invoke name="',
+                name_end='">',
+                key_open='<｜DSML｜parameter name="',
+                key_end='"',
+                value_end="</｜DSML｜parameter>",
+                close="</｜DSML｜invoke>",
+                unwrap="</｜DSML｜function_calls>",
+                lead="\n\n",
+                typed=' string="true">',
+            ),
+        ),
+        (GEMMA, QuotedCalls(open="<|tool_call>call:", quote='<|"|>', close="<tool_call|>")),
         (LLAMA4, PythonCalls(bare=True)),
     ],
-    ids=["hermes", "qwen3", "llama3", "mistral", "mistral_named", "deepseek", "qwen_coder", "glm", "llama4"],
+    ids=[
+        "hermes",
+        "qwen3",
+        "llama3",
+        "mistral",
+        "mistral_named",
+        "deepseek",
+        "qwen_coder",
+        "glm",
+        "deepseek_tags",
+        "gemma",
+        "llama4",
+    ],
 )
 def test_the_syntax_of_calls(template: str, syntax: Any) -> None:
     form = learn(TemplateText(template))
@@ -109,6 +147,35 @@ def test_a_template_that_lists_tools_and_loses_calls_is_not_trusted_with_them() 
     form = learn(TemplateText(lists))
     assert not form.native
     assert form.syntax is FALLBACK
+
+
+def test_calls_that_cannot_be_read_back_are_not_learned() -> None:
+    odd = HERMES.replace('{"name": "\' + call.name + \'", "arguments": ', '(" + call.name + " of )')
+    assert odd != HERMES
+    form = learn(TemplateText(odd))
+    assert not form.native
+    quoted = GEMMA.replace("'<|\"|>' + value + '<|\"|>'", "'\"' + value + '\"'")
+    assert quoted != GEMMA
+    assert not learn(TemplateText(quoted)).native
+
+
+def test_an_empty_thought_before_a_call_is_no_part_of_its_mark() -> None:
+    first = "{% if loop.first %}{{ '<think>\n</think>' }}{% endif %}{{ '\n<tool_call>"
+    thinks = HERMES.replace("{{ '\n<tool_call>", first)
+    assert thinks != HERMES
+    form = learn(TemplateText(thinks))
+    assert isinstance(form.syntax, JsonCalls)
+    assert form.syntax.begin == "<tool_call>\n"
+
+
+def test_marks_that_begin_as_other_marks_do_are_whole() -> None:
+    alike = HERMES.replace("'\n' + m.content", "'<tool_none>' + m.content").replace(
+        "{{ '\n<tool_call>", "{{ '<tool_call>"
+    )
+    assert alike.count("<tool_none>") == 1
+    form = learn(TemplateText(alike))
+    assert isinstance(form.syntax, JsonCalls)
+    assert form.syntax.begin == "<tool_call>\n"
 
 
 def test_a_template_that_fails_on_anything_is_survived() -> None:
