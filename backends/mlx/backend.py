@@ -145,9 +145,10 @@ class MlxBackend:
             if self.model.batched
             else "sequences of one step run one after another: this model takes no positions per row"
         )
-        routes = dict.fromkeys(("seal", "attend"), self.operations.why)
-        routes |= dict.fromkeys(("unseal", "attend_exact"), plain)
-        return routes | {"step": several}
+        routes = {"attend_exact": plain, "step": several}
+        if self.info.plan.preset is not None:
+            routes |= dict.fromkeys(("seal", "attend"), self.operations.why) | {"unseal": plain}
+        return routes
 
 
 def _host_bytes(x: array) -> NDArray[np.uint8]:

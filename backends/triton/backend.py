@@ -144,8 +144,9 @@ class TorchBackend:
     def route(self) -> Mapping[str, str]:
         plain = f"plain torch operations on {self.model.device}"
         operations = self._operations()
-        route = dict.fromkeys(("seal", "decode", "attend"), operations.why)
-        route |= dict.fromkeys(("unseal", "attend_exact"), plain)
+        sealed = self.info.plan.preset is not None
+        route = dict.fromkeys(("seal", "decode", "attend") if sealed else ("decode",), operations.why)
+        route |= dict.fromkeys(("unseal", "attend_exact") if sealed else ("attend_exact",), plain)
         if self.model.device.startswith("cuda"):
             why_not = usable(self.info.plan, operations)
             graphs = "not before allocate" if self._decoder is None else self._decoder.graphs

@@ -560,3 +560,5 @@ class BackendContract(ABC):
         assert llama.available_bytes() > 0
         assert llama.peak_bytes() > info.weight_bytes > 0
         assert set(llama.route()) == self.framework.routes
+        of_tiles = {"seal", "unseal", "attend"}
+        assert set(llama.share(None).route()) == self.framework.routes - of_tiles
