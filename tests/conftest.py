@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from kvarn.folders import cache_folder
 from kvarn.serve.models import resolve
+
+KERNELS = cache_folder() / "cpu-kernels"  # the user's own: building takes seconds, and what is there is checked
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does, see kvarn.serve.cli
 
@@ -18,5 +21,8 @@ def demo_dir() -> Path:
 
 @pytest.fixture(autouse=True)
 def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's prefix cache; `demo_dir` was found before."""
-    monkeypatch.setenv("KVARN_CACHE", str(tmp_path_factory.mktemp("cache")))
+    """No test reads or writes the user's prefix cache; `demo_dir` was found before, and kernels are built once."""
+    folder = tmp_path_factory.mktemp("cache")
+    KERNELS.mkdir(parents=True, exist_ok=True)
+    (folder / KERNELS.name).symlink_to(KERNELS)
+    monkeypatch.setenv("KVARN_CACHE", str(folder))
