@@ -93,19 +93,3 @@ class Collected:
                 self.calls.append(Call(id=call_id, name=name))
             case CallArguments(index, text):
                 self.calls[index].arguments += text
-
-
-def joined(parts: list[Part]) -> list[Part]:
-    """The same parts with neighbours of one kind made one."""
-    whole: list[Part] = []
-    for part in parts:
-        last = whole[-1] if whole else None
-        if isinstance(part, Text) and isinstance(last, Text):
-            whole[-1] = Text(last.text + part.text)
-        elif isinstance(part, Thought) and isinstance(last, Thought):
-            whole[-1] = Thought(last.text + part.text)
-        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and last.index == part.index:
-            whole[-1] = CallArguments(part.index, last.text + part.text)
-        else:
-            whole.append(part)
-    return whole

@@ -7,7 +7,7 @@ from typing import Any
 
 from chat_templates import TemplateText
 
-from kvarn.serve.http.parts import AnswerParser, Collected, Part, joined
+from kvarn.serve.http.parts import AnswerParser, CallArguments, Collected, Part, Text, Thought
 from kvarn.serve.tokenizer import _without_json
 from kvarn.serve.toolcalls.answers import AnswerReader
 from kvarn.serve.toolcalls.learn import ChatFormat
@@ -64,3 +64,19 @@ def collected(parts: Sequence[Part]) -> Collected:
 def calls_of(parts: Sequence[Part]) -> list[tuple[str, Any]]:
     """Names and arguments as values."""
     return [(one.name, json.loads(one.arguments)) for one in collected(parts).calls]
+
+
+def joined(parts: list[Part]) -> list[Part]:
+    """The same parts with neighbours of one kind made one."""
+    whole: list[Part] = []
+    for part in parts:
+        last = whole[-1] if whole else None
+        if isinstance(part, Text) and isinstance(last, Text):
+            whole[-1] = Text(last.text + part.text)
+        elif isinstance(part, Thought) and isinstance(last, Thought):
+            whole[-1] = Thought(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and last.index == part.index:
+            whole[-1] = CallArguments(part.index, last.text + part.text)
+        else:
+            whole.append(part)
+    return whole
