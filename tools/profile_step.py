@@ -19,6 +19,7 @@ from kvarn.backend import Backend, LoadOptions
 from kvarn.backends.triton import backend as torch_backend
 from kvarn.backends.triton import results
 from kvarn.backends.triton.cpu import kernels
+from kvarn.backends.triton.cpu.linear import PackedLinear
 from kvarn.capacity import holding
 from kvarn.engine import Engine, EngineConfig
 from kvarn.format import Preset
@@ -46,6 +47,7 @@ def timed(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 def watch() -> None:
     """Put clocks around the parts of a step, before a backend takes hold of them."""
     F.linear = timed("matrix products", F.linear)
+    PackedLinear.forward = timed("matrix products", PackedLinear.forward)  # type: ignore[method-assign]
     kernels.decode = timed("attention", kernels.decode)
     kernels.seal = timed("sealing", kernels.seal)
     results.sample = timed("sampling", results.sample)  # type: ignore[attr-defined]

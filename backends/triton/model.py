@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from kvarn.adapter import read_adapter
 from kvarn.backend import LoadOptions
 from kvarn.backends.triton.adapter import apply_adapter
+from kvarn.backends.triton.cpu.linear import pack_linears
 from kvarn.checkpoint import check_files, check_memory, eos_token_ids, first_line
 from kvarn.errors import (
     BackendError,
@@ -267,13 +268,15 @@ def load_model(model_dir: Path, options: LoadOptions) -> LoadedModel:
     if adapter is not None:
         apply_adapter(module, adapter)
     unique = {p.data_ptr(): p.nbytes for p in [*module.parameters(), *module.buffers()]}
+    vocab_size = head.weight.shape[0]
+    pack_linears(module)
     return LoadedModel(
         module=module,
         config=config.to_dict(),
         dtype=dtype,
         device=device,
         weight_bytes=sum(unique.values()),
-        vocab_size=head.weight.shape[0],
+        vocab_size=vocab_size,
         eos_token_ids=eos_token_ids(model_dir, config.to_dict()),
     )
 
