@@ -25,6 +25,13 @@ class JsonText:
     value: Any
 
 
+@dataclass(frozen=True)
+class MarkedText:
+    """A message's text of which every second piece is a mark, which may be a control token."""
+
+    pieces: tuple[str, ...]
+
+
 class Tokenizer:
     """A model folder's tokenizer, through transformers."""
 
@@ -75,7 +82,7 @@ class Tokenizer:
         With `continue_final` the last message stays open, and the answer goes on where it ends. No text of a message
         becomes a control token: a message that spells one is tokenized as plain text, apart from the template. Any
         other conversation is tokenized as one string. tools, variables: for the template. A message's values may hold
-        JsonText.
+        JsonText, and its texts be MarkedText.
         """
         hidden = _Hidden(secrets.token_hex(8))
         masked = [self._mask(message, hidden) for message in messages]
@@ -147,7 +154,10 @@ class Tokenizer:
         control = self._control_texts(role)
         masked = dict(message)
         for name, text in message.items():
-            if not isinstance(text, str):
+            if isinstance(text, MarkedText):
+                pieces = [x if i % 2 else self._mask_within(x, role, hidden) for i, x in enumerate(text.pieces)]
+                masked[name] = "".join(pieces)
+            elif not isinstance(text, str):
                 masked[name] = self._mask_within(text, role, hidden)
             elif name != "role" and self._spells(text, control):
                 core = text.strip()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from kvarn.errors import UsageError
 from kvarn.serve.toolcalls import harmony
 from kvarn.serve.toolcalls.shapes import CHUNK, IDS, KEYS, NAMES, VALUES, shape
-from kvarn.serve.toolcalls.syntax import CallSyntax, JsonCalls, ThoughtMarks
+from kvarn.serve.toolcalls.syntax import CallSyntax, JsonCalls, PythonCalls, ThoughtMarks
 
 FALLBACK = JsonCalls(begin="<tool_call>\n", end="\n</tool_call>", lead="\n")
 """How a model is asked to write calls whose template knows no tools."""
@@ -26,6 +26,12 @@ _THOUGHTS = (
     ThoughtMarks(open="<|start_think|>", close="<|end_think|>"),
     ThoughtMarks(open="<|channel>thought", close="<channel|>"),
 )
+_LISTED: dict[str, JsonCalls | PythonCalls] = {
+    "<|tool_list_start|>": PythonCalls(begin="<|tool_call_start|>", end="<|tool_call_end|>"),
+    "<|tool_call|>": JsonCalls(begin="<|tool_call|>", listed=True),
+}
+"""How models write calls whose templates list tools but write no calls, by a mark of the template: LFM2, Granite 3."""
+
 _USER, _SAY, _RESULT = "kvarnuser", "kvarnsay", "kvarnresult"
 
 
@@ -51,7 +57,8 @@ class Template(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class ChatFormat:
     """native: the template writes tools itself; else they are described in a system message, unless `no_tools` says why
-    that is not possible either. syntax: how calls are written. harmony: in the format of gpt-oss, instead.
+    that is not possible either. syntax: how calls are written. writes_calls: a native template does so; else they are
+    put into a message's text. harmony: in the format of gpt-oss, instead.
 
     As the template wants them: arguments_as_text, empty: the content of a message that has but calls, calls_alone: it
     drops the calls of a message that has content too, short_ids: ids of nine letters and digits, thought_field: where a
@@ -61,6 +68,7 @@ class ChatFormat:
     native: bool = False
     no_tools: str = ""
     syntax: CallSyntax = FALLBACK
+    writes_calls: bool = True
     harmony: bool = False
     arguments_as_text: bool = False
     empty: str | None = ""
@@ -125,6 +133,11 @@ def _learn(template: Template) -> ChatFormat:
                     thoughts=thoughts,
                     thought_field=thought_field,
                 )
+        known = next((syntax for mark, syntax in _LISTED.items() if mark in source), None)
+        if known is not None and _takes_results(template):
+            return ChatFormat(
+                native=True, writes_calls=False, syntax=known, thoughts=thoughts, thought_field=thought_field
+            )
     return ChatFormat(no_tools=_no_fallback(template), thoughts=thoughts, thought_field=thought_field)
 
 
@@ -175,6 +188,14 @@ def _turn(template: Template, way: _Way, count: int, content: str | None) -> str
     """A conversation that ends with calls."""
     message = {"role": "assistant", "content": content, "tool_calls": _calls(way, count)}
     return _render(template, [*_user(), message], prompt=False)
+
+
+def _takes_results(template: Template) -> bool:
+    """Whether the template writes results after calls that stand in a message's text."""
+    result = {"role": "tool", "content": _RESULT, "tool_call_id": IDS[0], "name": NAMES[0]}
+    messages = [*_user(), {"role": "assistant", "content": _SAY}, result]
+    text = _render(template, messages, tools=[sample_tool(NAMES[0])]) or ""
+    return _SAY in text and _RESULT in text
 
 
 def _takes_long_ids(template: Template, way: _Way) -> bool:

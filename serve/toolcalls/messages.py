@@ -5,8 +5,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvarn.serve.tokenizer import JsonText
+from kvarn.serve.tokenizer import JsonText, MarkedText
 from kvarn.serve.toolcalls.learn import FALLBACK, ChatFormat
+from kvarn.serve.toolcalls.syntax import CallSyntax, JsonCalls, PythonCalls
 
 _INTRODUCTION = """\
 You can call functions. They are listed here, one JSON object a line:
@@ -51,7 +52,9 @@ def _native(message: dict[str, Any], form: ChatFormat) -> dict[str, Any]:
     thought = message.pop("reasoning_content", None)
     if thought:
         message[form.thought_field] = thought
-    if message.get("tool_calls"):
+    if message.get("tool_calls") and not form.writes_calls:
+        message["content"] = written(message.get("content") or "", message.pop("tool_calls"), form.syntax)
+    elif message.get("tool_calls"):
         message["tool_calls"] = [_native_call(call, form) for call in message["tool_calls"]]
         message["content"] = form.empty if form.calls_alone else message.get("content") or form.empty
     if "tool_call_id" in message:
@@ -64,6 +67,32 @@ def _native_call(call: Mapping[str, Any], form: ChatFormat) -> dict[str, Any]:
     arguments: Any = text if form.arguments_as_text else JsonText(text, _value(text))
     function = {"name": call["function"]["name"], "arguments": arguments}
     return {"id": _id(call["id"], form), "type": "function", "function": function}
+
+
+def written(content: str, calls: Sequence[Mapping[str, Any]], syntax: CallSyntax) -> MarkedText:
+    """A message's text with its calls, as the model writes them: a list between two marks."""
+    assert isinstance(syntax, JsonCalls | PythonCalls)
+    texts = [_written_call(call["function"]["name"], call["function"]["arguments"], syntax) for call in calls]
+    return MarkedText((content, syntax.begin, f"[{', '.join(texts)}]", syntax.end))
+
+
+def _written_call(name: str, arguments: str, syntax: JsonCalls | PythonCalls) -> str:
+    text = arguments.strip() or "{}"
+    if isinstance(syntax, JsonCalls):
+        return f"{{{json.dumps(syntax.name)}: {json.dumps(name)}, {json.dumps(syntax.arguments)}: {text}}}"
+    value = _value(text)
+    if not isinstance(value, dict):
+        return f"{name}({text})"
+    return f"{name}({', '.join(f'{key}={_python(x)}' for key, x in value.items())})"
+
+
+def _python(value: Any) -> str:
+    """A JSON value as Python, with strings in JSON's quotes."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_python(key)}: {_python(x)}" for key, x in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_python(x) for x in value) + "]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _value(text: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvarn.errors import ModelError, UsageError
-from kvarn.serve.tokenizer import Tokenizer
+from kvarn.serve.tokenizer import JsonText, MarkedText, Tokenizer
 
 TEXTS = [
     "plain words",
@@ -194,3 +194,66 @@ def test_a_stream_whose_decoder_gives_up_goes_on(tokenizer: Tokenizer, monkeypat
     parts = [stream.add(token) for token in tokenizer.encode(text)]
     assert all("\ufffd" not in part for part in parts)
     assert "".join(parts) + stream.finish() == text
+
+
+# Tools.
+
+
+def test_json_in_a_message_stands_as_it_was_written(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Tokenizer(demo_dir)
+    text = '{"a":  "\\u00fc", "b": [1,2]}'
+    message = {"role": "assistant", "calls": [{"arguments": JsonText(text, {"a": "ü", "b": [1, 2]})}]}
+    for template, want in (
+        ("{% for m in messages %}<{{ m.calls[0].arguments | tojson }}>{% endfor %}", f"<{text}>"),
+        (
+            "{% for k, x in messages[0].calls[0].arguments.items() %}{{ k }}={{ x }};{% endfor %}",
+            "a=ü;b=[1, 2];",
+        ),
+    ):
+        monkeypatch.setattr(own._inner, "chat_template", template)
+        assert own.spell(own.encode_chat([message])) == want
+
+
+def test_no_text_of_tools_or_arguments_becomes_a_control_token(demo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Tokenizer(demo_dir)
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m.arguments | tojson }}{% endfor %}"
+    monkeypatch.setattr(own._inner, "chat_template", template)
+    tool = {"name": "f", "description": "a<|im_end|>b", "parameters": {"<|im_start|>": ["<|im_end|>"]}}
+    message = {"role": "assistant", "arguments": JsonText('{"x": "<|im_end|>"}', {"x": "<|im_end|>"})}
+    ids = own.encode_chat([message], tools=[tool])
+    assert control_ids(own, ids) == []
+    assert own.spell(ids).count("<|im_end|>") == 3
+
+
+def test_marks_in_a_text_are_control_tokens_and_the_text_is_not(
+    demo_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Tokenizer(demo_dir)
+    monkeypatch.setattr(own._inner, "chat_template", "{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    content = MarkedText(("a<|im_end|>", "<|im_start|>", "b<|im_start|>", "<|im_end|>"))
+    ids = own.encode_chat([{"role": "assistant", "content": content}])
+    assert [own.spell([token]) for token in control_ids(own, ids)] == ["<|im_start|>", "<|im_end|>"]
+    assert own.spell(ids) == "[a<|im_end|><|im_start|>b<|im_start|><|im_end|>]"
+
+
+def test_a_stream_shows_the_special_tokens_that_it_is_asked_for(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_more("<|im_start|>a<|im_end|>")
+    shown = tokenizer.special_in("between <|im_start|> and others")
+    assert shown == {tokenizer.special_tokens["<|im_start|>"]}
+    stream = tokenizer.stream(shown)
+    assert "".join(stream.add(token) for token in ids) == "<|im_start|>a"
+
+
+def test_the_variables_of_a_template_are_those_that_a_caller_may_set(
+    demo_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Tokenizer(demo_dir)
+    assert own.variables == frozenset()
+    fresh = Tokenizer(demo_dir)
+    monkeypatch.setattr(
+        fresh._inner,
+        "chat_template",
+        "{% if enable_thinking %}x{% endif %}{{ bos_token }}{{ tools }}{{ messages }}{{ level }}",
+    )
+    assert fresh.variables == {"enable_thinking", "level"}
+    assert fresh.spell(fresh.encode_chat([{"role": "user"}], variables={"enable_thinking": True})).startswith("x")

@@ -295,6 +295,17 @@ HARMONY = """\
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
+# LFM2: lists the tools, and leaves calls to the text of a message.
+LFM = """\
+{{- bos_token }}
+{%- if tools %}{{ '<|im_start|>system\nList of tools: <|tool_list_start|>' + tools | tojson + '<|tool_list_end|><|im_end|>\n' }}{% endif %}
+{%- for m in messages %}
+  {%- if m.role == 'tool' %}{{ '<|im_start|>tool\n<|tool_response_start|>' + m.content + '<|tool_response_end|><|im_end|>\n' }}
+  {%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
 # SmolLM2: no tools at all; content must be a string.
 PLAIN = """\
 {%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}
@@ -316,6 +327,7 @@ TEMPLATES = {
     "glm": GLM,
     "deepseek_tags": DEEPSEEK_TAGS,
     "gemma": GEMMA,
+    "lfm": LFM,
     "llama4": LLAMA4,
 }
-"""Those that know tools and say themselves how calls are written."""
+"""Those that know tools."""

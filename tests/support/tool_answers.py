@@ -8,7 +8,7 @@ from typing import Any
 from chat_templates import TemplateText
 
 from kvarn.serve.http.parts import AnswerParser, CallArguments, Collected, Part, Text, Thought
-from kvarn.serve.tokenizer import _without_json
+from kvarn.serve.tokenizer import MarkedText, _without_json
 from kvarn.serve.toolcalls.answers import AnswerReader
 from kvarn.serve.toolcalls.learn import ChatFormat
 from kvarn.serve.toolcalls.messages import for_template
@@ -29,13 +29,19 @@ def said(template: TemplateText, form: ChatFormat, content: str, calls: Sequence
     asked = template.render([USER])
     message = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
     messages, _ = for_template([USER, message], [], form, parallel=True)
-    whole = template.render([_without_json(m) for m in messages], prompt=False)
+    whole = template.render([_without_marks(m) for m in messages], prompt=False)
     assert whole.startswith(asked)
     text = whole.removeprefix(asked)
     for tail in (end, end.lstrip(), end.strip()):
         if text.endswith(tail):
             return text.removesuffix(tail)
     return text
+
+
+def _without_marks(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    text = "".join(content.pieces) if isinstance(content, MarkedText) else content
+    return {**_without_json(message), "content": text}
 
 
 def reader(form: ChatFormat, functions: Mapping[str, Any] | None = None, **options: Any) -> AnswerReader:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from chat_templates import HARMONY, HERMES, LLAMA3, MISTRAL_NAMED, PLAIN, QWEN3, REFUSES_SYSTEM
+from chat_templates import HARMONY, HERMES, LFM, LLAMA3, MISTRAL_NAMED, PLAIN, QWEN3, REFUSES_SYSTEM
 from scripted import character_tokenizer
 
 Ask = Callable[..., Any]
@@ -30,6 +30,7 @@ WAIT: Any = {"type": "function", "function": {"name": "wait"}}
 HI: Any = [{"role": "user", "content": "Weather?"}]
 KOELN = '{"city": "Orléans", "days": 3}'
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<|python_tag|>", "<|channel|>", "<|message|>"]
+SPECIAL += ["<|tool_call_start|>", "<|tool_call_end|>"]
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 
@@ -356,6 +357,22 @@ def test_channels_are_told_apart_and_nothing_is_enforced_there(tmp_path: Path, s
             ask(tool_choice="required")
         with pytest.raises(openai.BadRequestError, match="channels"):
             ask(response_format={"type": "json_object"})
+
+
+def test_calls_that_a_template_leaves_to_the_text_are_written_with_control_tokens(tmp_path: Path, serve: Any) -> None:
+    own = Model(tmp_path, LFM)
+    own.says = 'I look.<|tool_call_start|>[look(city="Orléans", days=3)]<|tool_call_end|>'
+    with asking(serve, own) as ask:
+        message = ask().choices[0].message
+        (call,) = message.tool_calls
+        assert (message.content, call.function.arguments) == ("I look.", KOELN)
+        said, own.says = own.says, "20."
+        messages = [*HI, message, {"role": "tool", "tool_call_id": call.id, "content": "20"}]
+        assert ask(messages=messages).choices[0].message.content == "20."
+        assert own.prompts[-1].startswith(own.prompts[-2] + said + "<|im_end|>")
+        body = {"messages": [m if isinstance(m, dict) else m.model_dump(exclude_none=True) for m in messages]}
+        tokens = ask.own.http.post("/tokenize", json=body).json()["tokens"]  # type: ignore[attr-defined]
+        assert own.tokenizer.special_tokens["<|tool_call_start|>"] in tokens
 
 
 def test_hermes_content_is_what_was_said(tmp_path: Path, serve: Any) -> None:

@@ -22,6 +22,7 @@ from kvarn.serve.toolcalls.syntax import JsonCalls, PythonCalls, TaggedCalls, Th
 
 ALL = {name: TemplateText(text) for name, text in (TEMPLATES | {"plain": PLAIN}).items()}
 SPECIAL = [
+    *("<|tool_call_start|>", "<|tool_call_end|>"),
     *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<|python_tag|>"),
     *(
         "<｜tool▁calls▁begin｜>",

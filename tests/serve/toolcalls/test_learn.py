@@ -11,6 +11,7 @@ from chat_templates import (
     GLM,
     HARMONY,
     HERMES,
+    LFM,
     LLAMA3,
     LLAMA4,
     MISTRAL,
@@ -134,6 +135,18 @@ def test_the_syntax_of_calls(template: str, syntax: Any) -> None:
 def test_what_the_template_wants(template: str, fields: dict[str, Any]) -> None:
     form = learn(TemplateText(template))
     assert {name: getattr(form, name) for name in fields} == fields
+
+
+def test_a_template_that_lists_tools_and_leaves_calls_to_the_text() -> None:
+    form = learn(TemplateText(LFM))
+    assert form.native
+    assert not form.writes_calls
+    assert form.syntax == PythonCalls(begin="<|tool_call_start|>", end="<|tool_call_end|>")
+    granite = learn(TemplateText(LFM.replace("List of tools: <|tool_list_start|>", "Write <|tool_call|>")))
+    assert granite.syntax == JsonCalls(begin="<|tool_call|>", listed=True)
+    assert not granite.writes_calls
+    deaf = LFM.replace("m.role == 'tool' %}{{", "m.role == 'tool' %}{{ raise_exception('no') }}{{")
+    assert not learn(TemplateText(deaf)).native
 
 
 def test_a_template_that_can_be_told_of_no_tools_says_why() -> None:

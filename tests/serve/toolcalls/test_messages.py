@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from tool_answers import call
 
-from kvarn.serve.tokenizer import JsonText
+from kvarn.serve.tokenizer import JsonText, MarkedText
 from kvarn.serve.toolcalls.learn import ChatFormat, sample_tool
-from kvarn.serve.toolcalls.messages import for_template
+from kvarn.serve.toolcalls.messages import for_template, written
+from kvarn.serve.toolcalls.syntax import JsonCalls, PythonCalls
 
 USER: Any = {"role": "user", "content": "Weather?"}
 CALLED: Any = {"role": "assistant", "content": "", "tool_calls": [call("look", '{"a":1}', "call_1")]}
@@ -77,6 +78,35 @@ def test_the_caller_keeps_its_messages() -> None:
     native(USER, CALLED, RESULT, short_ids=True)
     plain(USER, CALLED, RESULT, tools=[sample_tool("look")])
     assert json.dumps([USER, CALLED, RESULT]) == before
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        (
+            JsonCalls(begin="<b>", end="<e>", listed=True),
+            '[{"name": "look", "arguments": {"a":1}}, {"name": "f", "arguments": {}}]',
+        ),
+        (PythonCalls(begin="<b>", end="<e>"), "[look(a=1), f()]"),
+    ],
+)
+def test_calls_in_a_messages_text_stand_between_marks(syntax: Any, text: str) -> None:
+    message = CALLED | {"content": "I <b> look.", "tool_calls": [*CALLED["tool_calls"], call("f", "")]}
+    _, found, result = native(USER, message, RESULT, writes_calls=False, syntax=syntax)
+    assert found == {"role": "assistant", "content": MarkedText(("I <b> look.", "<b>", text, "<e>"))}
+    assert result["role"] == "tool"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"a": [true, null, {"k": "q\\"s"}], "b": -1.5}', 'f(a=[True, None, {"k": "q\\"s"}], b=-1.5)'),
+        ("no JSON", "f(no JSON)"),
+    ],
+)
+def test_arguments_in_python(arguments: str, text: str) -> None:
+    made = written("", [call("f", arguments)], PythonCalls(begin="<b>", end="<e>"))
+    assert made.pieces[2] == f"[{text}]"
 
 
 # Templates that know no tools.
