@@ -202,6 +202,7 @@ class _Heard:
         self._listener = listener
         self._start = self._first = self._last = time.perf_counter()
         self._usage: dict[str, Any] = {}
+        self._begun = False
         self.text = ""
         self.finish_reason = ""
         self.done = False
@@ -217,7 +218,8 @@ class _Heard:
             if "error" in chunk:
                 raise _error(chunk, 200)
             usage, choices = chunk.get("usage"), chunk.get("choices") or []
-            piece = (choices[0].get("delta") or {}).get("content") or "" if choices else ""
+            delta = (choices[0].get("delta") or {}) if choices else {}
+            piece, thought = delta.get("content") or "", delta.get("reasoning_content") or delta.get("reasoning") or ""
             reason = choices[0].get("finish_reason") if choices else None
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ServerError("the server sends what is no part of a chat completion; check the address") from error
@@ -225,12 +227,18 @@ class _Heard:
             self._usage = usage
         if isinstance(reason, str):
             self.finish_reason = one_line(reason)
+        if isinstance(thought, str) and thought:
+            self._stamp()
+            self._listener.thought(thought)
         if isinstance(piece, str) and piece:
-            self._last = time.perf_counter()
-            if not self.text:
-                self._first = self._last
+            self._stamp()
             self.text += piece
             self._listener.text(piece)
+
+    def _stamp(self) -> None:
+        self._last = time.perf_counter()
+        if not self._begun:
+            self._first, self._begun = self._last, True
 
     def outcome(self, kept: bool, settings: Settings) -> Outcome:
         """How it went, as far as the server said."""

@@ -19,6 +19,9 @@ class Screen(Protocol):
     def reading(self, done: int, total: int) -> None:
         """So many tokens of the prompt are computed."""
 
+    def thought(self, piece: str) -> None:
+        """The next piece of a thought, which is no part of the answer."""
+
     def text(self, piece: str) -> None:
         """The next piece of an answer."""
 
@@ -45,6 +48,9 @@ class PlainScreen:
         self._open = False
 
     def reading(self, done: int, total: int) -> None:
+        return
+
+    def thought(self, piece: str) -> None:
         return
 
     def text(self, piece: str) -> None:
@@ -86,10 +92,18 @@ class RichScreen:
         self._pending = ""  # from the beginning of the block that grows
         self._painted = 0.0
         self._first = True
+        self._thought = 0  # characters
 
     def reading(self, done: int, total: int) -> None:
         if done < total:
             self._painter.paint([self._styled(f"reading {done} of {total} tokens")])
+
+    def thought(self, piece: str) -> None:
+        begins = not self._thought
+        self._thought += len(piece)
+        if self._first and (begins or self._clock() - self._painted >= _PAUSE):
+            self._painter.paint([self._styled(f"thinking, {self._thought} characters so far")])
+            self._painted = self._clock()
 
     def text(self, piece: str) -> None:
         if self._first:
@@ -105,7 +119,7 @@ class RichScreen:
             self._painter.paint([])
         self._paint()
         self._painter.freeze()
-        self._pending, self._first = "", True
+        self._pending, self._first, self._thought = "", True, 0
 
     def quote(self, text: str) -> None:
         for line in literal(text).split("\n"):

@@ -39,6 +39,9 @@ class Listener(Protocol):
     def reading(self, done: int, total: int) -> None:
         """So many tokens of the prompt are computed."""
 
+    def thought(self, piece: str) -> None:
+        """The next piece of what the model thinks before it answers."""
+
     def text(self, piece: str) -> None:
         """The next piece of the answer."""
 

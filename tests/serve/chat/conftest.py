@@ -17,12 +17,16 @@ class Recorder:
 
     def __init__(self) -> None:
         self.answers: list[str] = [""]
+        self.thoughts = ""
         self.notes: list[str] = []
         self.errors: list[str] = []
         self.on_text: Callable[[str], None] = lambda piece: None
 
     def reading(self, done: int, total: int) -> None:
         return
+
+    def thought(self, piece: str) -> None:
+        self.thoughts += piece
 
     def text(self, piece: str) -> None:
         self.answers[-1] += piece

@@ -135,6 +135,17 @@ def test_a_text_with_odd_line_breaks_or_in_small_parts_comes_whole(stub: Stub, c
     assert chat.screen.answers[0] == text
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thoughts_are_heard_and_are_no_part_of_the_answer(stub: Stub, chatting: Chatting, field: str) -> None:
+    thought = b"data: " + json.dumps({"choices": [{"delta": {field: "hmm"}}]}).encode() + b"\n\n"
+    stub.answers = [(200, [thought, thought, chunk("yes", "stop"), DONE]), (200, [chunk("no", "stop"), DONE])]
+    chat = chatting(talk_with(stub), "hi", "and?")
+    chat.run()
+    assert chat.screen.thoughts == "hmmhmm"
+    assert chat.screen.answers[:2] == ["yes", "no"]
+    assert stub.bodies[1]["messages"][1] == {"role": "assistant", "content": "yes"}
+
+
 def test_retry_and_undo(stub: Stub, chatting: Chatting) -> None:
     stub.answers = [(200, [chunk(text, "stop"), DONE]) for text in ("one", "two", "three")]
     chat = chatting(talk_with(stub), "/set temperature 1", "a", "/retry", "/undo", "b", "/undo", "/undo")

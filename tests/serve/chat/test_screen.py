@@ -132,6 +132,15 @@ def test_reading_is_shown_until_the_answer_begins() -> None:
     assert seen(out.getvalue()) == ["hi", ""]
 
 
+def test_thinking_is_shown_until_the_answer_begins() -> None:
+    screen, out = rich_screen()
+    screen.thought("well, \x1b[2J")
+    assert seen(out.getvalue())[0] == "thinking, 10 characters so far"
+    screen.text("hi")
+    screen.end()
+    assert seen(out.getvalue()) == ["hi", ""]
+
+
 STEERING = st.text(st.sampled_from("ab \n\t\x1b[]0;m\x07\x9b\r\x08\x7f\u202e\u2028`*_#<>&x1b;-|()!\ud800"), max_size=60)
 
 
