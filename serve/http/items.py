@@ -1,14 +1,22 @@
-"""An answer as a row of items (thoughts, texts, calls) in the order in which they came, and thoughts as opaque text."""
+"""An answer as a row of items (thoughts, texts, calls) in the order in which they came, whole or streamed.
+
+Responses and Messages answer like that. Thoughts also go out as opaque text, and come back.
+"""
 
 import base64
 import binascii
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
-from kvarn.serve.http.answer import Answer, Progress
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvarn.serve.http.answer import Answer, EventStream, Progress, Tally, collect, new_tally, progress
+from kvarn.serve.http.conversation import Prepared
 from kvarn.serve.http.parts import Call, CallArguments, CallStart, Part, Text, Thought
+from kvarn.serve.http.service import Service
 
 SEALED = "kvarn1:"
 
@@ -104,6 +112,37 @@ async def changes_of(row: Row, steps: AsyncIterator[Progress]) -> AsyncIterator[
             row.finish_reason, row.stop = step.finish_reason, step.stop
             changes += row.close()
         yield changes
+
+
+class ItemForm(Protocol):
+    """How an endpoint writes a whole answer."""
+
+    def whole(self, row: Row, tally: Tally) -> dict[str, Any]:
+        """The body of the response."""
+
+
+Form = TypeVar("Form", bound=ItemForm)
+
+
+async def respond_in_items(
+    service: Service,
+    request: Request,
+    prepared: Prepared,
+    form: Form,
+    events: Callable[[Form, Row, AsyncIterator[list[Change]], Tally], AsyncIterator[bytes]],
+    *,
+    stream: bool,
+) -> Response:
+    """Send the prompt to the engine and answer, streamed by `events` or whole by `form`."""
+    feed = service.submit([prepared.params])
+    tally = new_tally(service, request, [prepared.params], thinks=prepared.thinks)
+    steps = progress(feed, tally, service.check_ready().tokenizer, prepared.parser)
+    row = Row()
+    if stream:
+        return EventStream(events(form, row, changes_of(row, steps), tally), feed, tally)
+    if not await collect([row], steps, feed, tally, request.receive):
+        return Response(status_code=499)  # nobody reads it; it is the code in the metrics
+    return Response(json_bytes(form.whole(row, tally)), media_type="application/json")
 
 
 def named_event(data: dict[str, Any]) -> bytes:

@@ -7,11 +7,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvarn.serve.http.answer import EventStream, collect, new_tally, progress
 from kvarn.serve.http.conversation import Conversation, Named, Thinking, Tool, ToolChoice, encode_conversation, prepare
 from kvarn.serve.http.efforts import effort_for, effort_on
 from kvarn.serve.http.errors import renamed
-from kvarn.serve.http.items import Row, changes_of, json_bytes, unseal_thought
+from kvarn.serve.http.items import respond_in_items, unseal_thought
 from kvarn.serve.http.messages_events import MessageForm, message_events
 from kvarn.serve.http.messages_schema import (
     CountBody,
@@ -122,15 +121,7 @@ async def messages(service: Service, request: Request, body: MessagesBody) -> Re
         max_tokens=body.max_tokens,
         omit_thoughts=body.thinking is not None and body.thinking.display == "omitted",
     )
-    feed = service.submit([prepared.params])
-    tally = new_tally(service, request, [prepared.params], thinks=prepared.thinks)
-    steps = progress(feed, tally, served.tokenizer, prepared.parser)
-    row = Row()
-    if body.stream:
-        return EventStream(message_events(form, row, changes_of(row, steps), tally), feed, tally)
-    if not await collect([row], steps, feed, tally, request.receive):
-        return Response(status_code=499)  # nobody reads it; it is the code in the metrics
-    return Response(json_bytes(form.whole(row, tally)), media_type="application/json")
+    return await respond_in_items(service, request, prepared, form, message_events, stream=body.stream)
 
 
 async def count_tokens(service: Service, body: CountBody) -> Response:

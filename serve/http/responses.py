@@ -6,11 +6,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvarn.serve.http.answer import EventStream, collect, new_tally, progress
 from kvarn.serve.http.conversation import Conversation, Thinking, prepare
 from kvarn.serve.http.efforts import effort_for
 from kvarn.serve.http.errors import renamed
-from kvarn.serve.http.items import Row, changes_of, json_bytes, unseal_thought
+from kvarn.serve.http.items import respond_in_items, unseal_thought
 from kvarn.serve.http.params import check_model
 from kvarn.serve.http.responses_events import ResponseForm, response_events
 from kvarn.serve.http.responses_schema import (
@@ -78,12 +77,4 @@ async def responses(service: Service, request: Request, body: ResponsesBody) -> 
             param="input",
         )
     form = ResponseForm(body=body, model=served.id, origins=origins(body.tools))
-    feed = service.submit([prepared.params])
-    tally = new_tally(service, request, [prepared.params], thinks=prepared.thinks)
-    steps = progress(feed, tally, served.tokenizer, prepared.parser)
-    row = Row()
-    if body.stream:
-        return EventStream(response_events(form, row, changes_of(row, steps), tally), feed, tally)
-    if not await collect([row], steps, feed, tally, request.receive):
-        return Response(status_code=499)  # nobody reads it; it is the code in the metrics
-    return Response(json_bytes(form.whole(row, tally)), media_type="application/json")
+    return await respond_in_items(service, request, prepared, form, response_events, stream=body.stream)

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag,
 
 from kvarn.serve.http.conversation import Named, Tool, ToolChoice
 from kvarn.serve.http.fields import Strict, Text, fault
-from kvarn.serve.http.tool_schema import MAX_TOOLS, check_function
+from kvarn.serve.http.tool_schema import MAX_TOOLS, Function, check_function
 
 INPUT = "input"  # the one argument of a custom tool, as the model sees it
 
@@ -20,21 +20,12 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-class FunctionTool(Strict):
+class FunctionTool(Function):
     """A function that the client runs. strict: the arguments must fit; without it they need not."""
 
     accepted = ("cache_control", "output_schema")
     refused = _REFUSED
     type: Literal["function"]
-    name: Text
-    description: Text | None = None
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    strict: bool = False
-
-    @model_validator(mode="after")
-    def _sound(self) -> Self:
-        check_function(self.name, self.parameters, "parameters")
-        return self
 
 
 class CustomFormat(Strict):
