@@ -7,6 +7,7 @@ with 3 each (D=64): kvarn_k4v2_g128 by our kernel, torch's scaled_dot_product_at
 transformers' quantized cache does in every step (4-bit groups of 64: unpack and dequantize all of it, then attend in
 float32). Second table: prefill and decode of the model, KVarN's engine against transformers with its own cache, and
 decode with its quantized cache (QuantizedCache over optimum-quanto: 4 bits, groups of 64, the last 128 tokens exact).
+transformers runs the same module as the engine, with its packed weights.
 
 One thread is timed by the CPU time of that thread, so other programs disturb it little; several threads by the clock.
 Every figure is the best of its repetitions but for end-to-end prefill, which runs once. Compare within a run only.
